@@ -1,0 +1,1 @@
+"""The Marlin layout: pure functions, no I/O."""
