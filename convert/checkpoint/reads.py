@@ -1,0 +1,141 @@
+"""Reading tensors from a checkpoint: pieces planned as few large page-aligned reads, past the page cache where that works."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from threading import Lock
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from convert.checkpoint.source import Source
+from convert.errors import SourceError
+from convert.files import PAGE, drop_cache, machine_error, open_direct
+
+#: a gap up to this is read through rather than skipped: one request costs more
+MAX_GAP = 128 << 10
+
+
+class Piece(NamedTuple):
+    """Bytes wanted: `size` at `offset` of `file`."""
+
+    file: str
+    offset: int
+    size: int
+
+
+class Run(NamedTuple):
+    """One read: whole pages of a file into a page-aligned place of the buffer. `used` ends the last byte wanted."""
+
+    file: str
+    offset: int
+    length: int
+    at: int
+    used: int
+
+
+@dataclass(frozen=True)
+class ReadPlan:
+    """Runs that bring all pieces into one buffer of `size` bytes; `places[i]` is where piece i begins there."""
+
+    runs: tuple[Run, ...]
+    places: tuple[int, ...]
+    size: int
+
+
+def plan_reads(pieces: list[Piece]) -> ReadPlan:
+    """Join neighbours, round out to pages. Pieces may come in any order and must not overlap."""
+    order = sorted(range(len(pieces)), key=lambda i: pieces[i][:2])
+    places = [0] * len(pieces)
+    runs: list[Run] = []
+    file, begin, end, at, size = "", 0, 0, 0, 0
+    for i in order:
+        piece = pieces[i]
+        stop = piece.offset + piece.size
+        if runs and piece.file == file and piece.offset - end <= MAX_GAP:
+            end = max(end, stop)
+        else:
+            file, begin, end, at = piece.file, piece.offset // PAGE * PAGE, stop, size
+            runs.append(Run("", 0, 0, 0, 0))
+        length = -(-(end - begin) // PAGE) * PAGE
+        runs[-1] = Run(file, begin, length, at, end)
+        size = at + length
+        places[i] = at + piece.offset - begin
+    return ReadPlan(tuple(runs), tuple(places), size)
+
+
+class _OpenFile:
+    """A source file that is being read: an ordinary descriptor, and a direct one where that works."""
+
+    def __init__(self, source: Source, name: str, direct: bool) -> None:
+        path = source.path(name)
+        try:
+            self.plain = os.open(path, os.O_RDONLY)
+            self.direct = open_direct(path, os.O_RDONLY) if direct else None
+        except FileNotFoundError as error:
+            raise SourceError(f"{name} has gone from the source while it was being converted") from error
+        except OSError as error:
+            raise machine_error(f"opening {path}", error) from error
+        self.users = 0
+
+    def close(self) -> None:
+        os.close(self.plain)
+        if self.direct is not None:
+            os.close(self.direct)
+
+
+class SourceReader:
+    """Positional reads of a checkpoint's files, from any number of threads. Files are open only while somebody reads them."""
+
+    def __init__(self, source: Source, direct: bool = True) -> None:
+        self._source = source
+        self._direct = direct
+        self._open: dict[str, _OpenFile] = {}
+        self._lock = Lock()
+
+    def open_files(self, files: Iterable[str]) -> None:
+        """Keep files open until `close_files`."""
+        with self._lock:
+            for name in files:
+                if name not in self._open:
+                    self._open[name] = _OpenFile(self._source, name, self._direct)
+                self._open[name].users += 1
+
+    def close_files(self, files: Iterable[str]) -> None:
+        """Undo `open_files`."""
+        with self._lock:
+            for name in files:
+                file = self._open[name]
+                file.users -= 1
+                if not file.users:
+                    file.close()
+                    del self._open[name]
+
+    def read(self, plan: ReadPlan, buffer: npt.NDArray[np.uint8]) -> None:
+        """Fill `buffer` (page-aligned, at least plan.size bytes). Raises SourceError where a file ends too early."""
+        view = memoryview(buffer)
+        for run in plan.runs:
+            self._read_run(run, view[run.at : run.at + run.length])
+
+    def _read_run(self, run: Run, target: memoryview) -> None:
+        file = self._open[run.file]
+        descriptor = file.plain if file.direct is None else file.direct
+        done, needed = 0, run.used - run.offset
+        while done < needed:
+            try:
+                got = os.preadv(descriptor, [target[done:]], run.offset + done)
+            except OSError as error:
+                if descriptor != file.plain:  # direct reads opened but do not work here (some overlay file systems): the ordinary way does
+                    descriptor = file.plain
+                    continue
+                raise machine_error(f"reading {run.file}", error) from error
+            if got == 0:
+                raise SourceError(f"{run.file} ends at byte {run.offset + done}, before its tensors do: it was changed while being read")
+            done += got
+            if done < needed and done % PAGE:
+                descriptor = file.plain  # a short direct read leaves an unaligned rest
+        if file.direct is None:
+            drop_cache(file.plain, run.offset, run.length)

@@ -1,0 +1,107 @@
+"""Small file operations that must not be half done, and digests."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from convert.errors import ConvertError, MachineError
+
+PAGE = 4096
+#: stream files in pieces of this size
+CHUNK = 8 << 20
+
+
+def digest(data: bytes | memoryview | npt.NDArray[Any]) -> bytes:
+    """xxh3-128 of contiguous bytes, 16 bytes, most significant first."""
+    return xxhash.xxh3_128_digest(data)
+
+
+def file_digest(path: Path) -> tuple[int, str]:
+    """Size and xxh3-128 (hex) of a file."""
+    hasher, size = xxhash.xxh3_128(), 0
+    with path.open("rb") as file:
+        while piece := file.read(CHUNK):
+            hasher.update(piece)
+            size += len(piece)
+    return size, hasher.hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write a file so that it is either there whole, durably, or not at all."""
+    temporary = path.with_name(path.name + ".partial")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    """pwrite all of `data`."""
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        if written <= 0:
+            raise OSError(errno.EIO, "a write wrote nothing")
+        data, offset = data[written:], offset + written
+
+
+@contextmanager
+def machine_errors(what: str) -> Iterator[None]:
+    """Turn an OSError into a MachineError that says what was being done and what to do next."""
+    try:
+        yield
+    except OSError as error:
+        raise machine_error(what, error) from error
+
+
+def machine_error(what: str, error: OSError) -> ConvertError:
+    """The MachineError of an OSError."""
+    advice = {
+        errno.ENOSPC: "free some space",
+        errno.EDQUOT: "free some of your quota",
+        errno.EACCES: "check the permissions",
+        errno.EPERM: "check the permissions",
+        errno.EROFS: "choose a place that can be written",
+        errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    }.get(error.errno or 0, "check the disk")
+    return MachineError(f"{what}: {error.strerror or error}; {advice}, then run the same command again to continue")
+
+
+def open_direct(path: Path, flags: int) -> int | None:
+    """A descriptor that goes past the page cache, or None where the file system has no such thing."""
+    direct = getattr(os, "O_DIRECT", 0)
+    if not direct:
+        return None
+    try:
+        return os.open(path, flags | direct)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP):
+            return None
+        raise
+
+
+def drop_cache(descriptor: int, offset: int, length: int) -> None:
+    """Give page cache back that will not be needed again (a hint; whole pages only)."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
+
+

@@ -1,0 +1,126 @@
+"""May a conversion be written here? What OUT holds is compared with what is asked for; nothing is changed unless the answer is yes."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from convert.checkpoint.identity import SourceIdentity, identity_from_json
+from convert.checkpoint.source import Source
+from convert.errors import MachineError, SourceError, UsageError
+from convert.files import sync_folder
+from convert.pipeline.records import WORK, WorkFolder
+from convert.planning.output import OutputPlan
+from convert.planning.rules import rules_digest
+from convert.shards.finished import FinishedUnit
+from convert.shards.format import FORMAT_VERSION
+from convert.shards.manifest import Manifest
+
+#: room for indexes, manifest, headers of the source and other small files
+SMALL_FILES = 64 << 20
+
+
+def refuse_foreign(out: Path, source: Source) -> None:
+    """Raise UsageError for an OUT that is the source, lies in it, is no folder, or holds something that is not a conversion."""
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out} is not a folder")
+    here, there = out.resolve(), source.folder.resolve()
+    if here == there or there in here.parents:
+        raise UsageError(f"{out} is the source folder or lies in it; choose another place for the output")
+    if out.is_dir() and any(out.iterdir()) and not is_ours(out):
+        raise UsageError(f"{out} is not empty and is not a conversion; choose an empty folder")
+
+
+def is_ours(out: Path) -> bool:
+    """Whether a folder is a conversion, finished or not."""
+    if (out / WORK).is_dir():
+        return True
+    try:
+        with (out / "manifest.json").open("rb") as file:
+            return b'"marlin-convert"' in file.read(64)
+    except OSError:
+        return False
+
+
+def clear_output(out: Path) -> None:
+    """Remove a conversion, manifest first, so that at no time a manifest stands for files that are gone."""
+    (out / WORK).mkdir(exist_ok=True)  # marks the folder as ours until the new run has begun
+    if (out / "manifest.json").exists():
+        (out / "manifest.json").unlink()
+        sync_folder(out)
+    for path in out.iterdir():
+        if path.name == WORK:
+            continue
+        if path.is_dir() and (path.name in ("common", "source") or re.fullmatch(r"rank-\d+-of-\d+", path.name)):
+            shutil.rmtree(path)
+        elif path.is_file():
+            path.unlink()
+    shutil.rmtree(out / WORK)
+
+
+def job_options(plan: OutputPlan, verify: str) -> dict[str, Any]:
+    """What must be the same for a run to continue another. Threads, memory and the way of I/O do not matter: they change no byte."""
+    return {
+        "format_version": FORMAT_VERSION, "layout": plan.layout.id, "rules": rules_digest(), "tp": plan.topology.tp, "ep": plan.topology.ep,
+        "ranks": list(plan.ranks), "layers": list(plan.layers), "complete": plan.complete, "verify": verify,
+    }  # fmt: skip
+
+
+def begin_or_continue(work: WorkFolder, identity: SourceIdentity, options: dict[str, Any], stamps: Mapping[str, list[int]]) -> None:
+    """Begin a job in OUT, or see that the one begun there is this one. Raises UsageError for other options, SourceError for another source."""
+    job = work.job()
+    if job is None:
+        work.begin({"options": options, "identity": identity.as_json(), "stamps": dict(stamps)})
+        return
+    compare_options(work.out, job["options"], options)
+    if (difference := identity_from_json(job["identity"]).difference(identity)) is not None:
+        raise SourceError(f"{work.out} was begun from another source: {difference}; use another OUT, or --overwrite to start again")
+    touched = [name for name, stamp in stamps.items() if job["stamps"].get(name) != stamp]
+    if touched:
+        raise SourceError(
+            f"{touched[0]} was written again after {work.out} was begun, and a sample cannot prove that all of it is the same; "
+            "use --overwrite to start again"
+        )
+
+
+def compare_options(out: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Raise UsageError where an OUT was made with other options."""
+    for key, value in ours.items():
+        if theirs.get(key) != value:
+            found, wanted = (_short(options.get(key)) for options in (theirs, ours))
+            raise UsageError(f"{out} was made with {key} {found}, now asked for {wanted}; use another OUT, or --overwrite to start again")
+
+
+def manifest_options(manifest: Manifest) -> dict[str, Any]:
+    """The options of a finished conversion, as `job_options` has them."""
+    return {
+        "format_version": manifest.document["format_version"], "layout": manifest.layout_id, "rules": manifest.document["parallel"]["rules"],
+        "tp": manifest.tp, "ep": manifest.ep, "ranks": list(manifest.ranks), "layers": list(manifest.layers), "complete": manifest.complete,
+        "verify": manifest.checks,
+    }  # fmt: skip
+
+
+def compare_finished(out: Path, manifest: Manifest, identity: SourceIdentity, options: Mapping[str, Any]) -> None:
+    """See that a finished OUT is what is asked for. Raises UsageError or SourceError."""
+    compare_options(out, manifest_options(manifest), options)
+    if (difference := identity_from_json(manifest.document["source"]).difference(identity)) is not None:
+        raise SourceError(f"{out} was made from another source: {difference}; use another OUT, or --overwrite to start again")
+
+
+def refuse_full_disk(out: Path, plan: OutputPlan, records: Mapping[str, FinishedUnit]) -> None:
+    """Raise MachineError before anything is written where the disk cannot hold what is left to write."""
+    needed = SMALL_FILES + sum(unit.file_size * len(unit.ranks) for unit in plan.units if unit.name not in records)
+    free = shutil.disk_usage(out).free
+    if free < needed:
+        raise MachineError(
+            f"{out}: {needed / 1e9:.1f} GB are still to be written but only {free / 1e9:.1f} GB are free; "
+            "free some space, then run the same command again to continue"
+        )
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else text[:37] + "..."

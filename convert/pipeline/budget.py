@@ -1,0 +1,62 @@
+"""How much memory a run may use for buffers, and how many experts a batch then has."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from convert.checkpoint.source import Source
+from convert.errors import UsageError
+from convert.pipeline.expert_job import expert_jobs
+from convert.pipeline.tensor_job import tensor_jobs
+from convert.pipeline.unit_work import UnitWork
+from convert.planning.output import OutputPlan
+
+#: experts of a batch at most: at tp 8 of K2.6 that gives writes of 14, 1.75, 7 and 0.9 MiB
+BATCH = 8
+DEFAULT_MEMORY = 1536 << 20
+MEMORY_PER_THREAD = 384 << 20
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Threads, bytes for buffers, experts per batch."""
+
+    threads: int
+    memory: int
+    batch: int
+
+
+def choose_budget(plan: OutputPlan, source: Source, threads: int | None, memory: int | None) -> Budget:
+    """The largest batch for which every thread has room. Raises UsageError where not even one job fits, naming the least that works."""
+    # one thread more than cores: some of them wait for the disk
+    threads = threads or (os.cpu_count() or 1) + 1
+    if memory is None:
+        memory = max(DEFAULT_MEMORY, threads * MEMORY_PER_THREAD)
+        memory = min(memory, max(_physical_memory() // 2, 256 << 20))
+    least = _need(plan, source, 1)
+    if memory < least:
+        raise UsageError(f"--memory {memory} is too little: the largest single step needs {least} bytes ({-(-least >> 20)} MiB), the smallest that works")
+    batch = BATCH
+    while batch > 1 and _need(plan, source, batch) * threads > memory:
+        batch //= 2
+    return Budget(threads, memory, batch)
+
+
+def _need(plan: OutputPlan, source: Source, batch: int) -> int:
+    """Bytes of the largest job."""
+    need = 0
+    experts_seen = False
+    for unit in plan.units:
+        work = UnitWork(plan, unit, Path(), "", False)
+        need = max([need, *(job.need for job in tensor_jobs(work, source))])
+        if unit.source.experts_prefix is not None and not experts_seen:
+            # a layer's batches differ only in how their pieces lie together: a margin covers that
+            need = max(need, *(job.need + job.count * 9 * 8192 for job in expert_jobs(work, source, batch)))
+            experts_seen = True
+    return need
+
+
+def _physical_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,160 @@
+"""The conversion from end to end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+from convert.checkpoint.identity import SourceIdentity, identify, stamps
+from convert.checkpoint.reads import SourceReader
+from convert.checkpoint.source import Source, open_source
+from convert.errors import SourceError, UsageError
+from convert.files import machine_errors
+from convert.pipeline.begin import (
+    begin_or_continue,
+    clear_output,
+    compare_finished,
+    job_options,
+    refuse_foreign,
+    refuse_full_disk,
+)
+from convert.pipeline.budget import Budget, choose_budget
+from convert.pipeline.buffers import BufferPool
+from convert.pipeline.executor import Executor, Job
+from convert.pipeline.expert_job import expert_jobs
+from convert.pipeline.finish import finish_output
+from convert.pipeline.records import WorkFolder, locked
+from convert.pipeline.stages import Stages, Tools
+from convert.pipeline.tensor_job import tensor_jobs
+from convert.pipeline.unit_work import UnitWork
+from convert.planning.output import Options, OutputPlan, OutputUnit, plan_output
+from convert.shards.finished import FinishedUnit
+from convert.shards.manifest import read_manifest
+
+CHECKS = ("none", "exact")
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a run did: units made now and found finished, and seconds and bytes per stage, summed over threads."""
+
+    out: Path
+    made: int
+    found: int
+    output_bytes: int
+    stages: Stages
+
+
+def convert(
+    source: str,
+    out: str | os.PathLike[str],
+    *,
+    tp: int,
+    ep: int = 1,
+    layers: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
+    threads: int | None = None,
+    memory: int | None = None,
+    verify: str = "exact",
+    overwrite: bool = False,
+    direct_io: bool = True,
+    progress: Progress | None = None,
+) -> Report:
+    """Convert a checkpoint; run again, it continues.
+
+    `layers` and `ranks` limit what is made (None: all). `memory` is the budget for buffers in bytes. `verify` is "exact" (each buffer is inverted
+    and compared with the source before it is written) or "none". `progress(done, total)` gets source bytes and may be called from any thread.
+
+    Raises UsageError for options that conflict with each other or with what OUT holds; SourceError for a source that is not what it should be;
+    MachineError where disk or machine failed.
+    """
+    if verify not in CHECKS:
+        raise UsageError(f"--verify {verify}: choose one of {', '.join(CHECKS)}")
+    opened = open_source(source)
+    plan = plan_output(opened, Options(tp, ep, None if layers is None else tuple(layers), None if ranks is None else tuple(ranks)))
+    folder = Path(out)
+    refuse_foreign(folder, opened)
+    budget = choose_budget(plan, opened, threads, memory)
+    with machine_errors(f"creating {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder):
+        if overwrite:
+            with machine_errors(f"clearing {folder}"):
+                clear_output(folder)
+        return _convert(opened, plan, folder, budget, verify, direct_io, progress)
+
+
+def _convert(
+    source: Source, plan: OutputPlan, out: Path, budget: Budget, verify: str, direct_io: bool, progress: Progress | None
+) -> Report:
+    """Everything under the lock."""
+    identity, options, stages, work = identify(source), job_options(plan, verify), Stages(), WorkFolder(out)
+    if (out / "manifest.json").exists():
+        compare_finished(out, read_manifest(out), identity, options)
+        work.remove()
+        return Report(out, 0, len(plan.units), plan.total_bytes, stages)
+    looks = stamps(source, (header.file for header in source.headers))
+    with machine_errors(f"beginning in {out}"):
+        begin_or_continue(work, identity, options, looks)
+        work.remove_partials()
+        records = {unit.name: record for unit in plan.units if (record := work.finished(plan, unit)) is not None}
+    found = len(records)
+    refuse_full_disk(out, plan, records)
+    for unit in plan.units:
+        for rank in unit.ranks:
+            (out / plan.path(unit, rank)).parent.mkdir(exist_ok=True)
+
+    def finished(done: UnitWork, record: FinishedUnit) -> None:
+        """A unit's files are durable: unless the source was touched meanwhile, its record makes it count."""
+        if stamps(source, looks) != looks:
+            raise SourceError(f"a weight file was changed while {done.unit.name} was being converted; fetch it again, then use --overwrite")
+        work.record(record)
+        records[record.name] = record
+
+    left = [unit for unit in plan.units if unit.name not in records]
+    tools = Tools(SourceReader(source, direct_io), BufferPool(budget.memory), stages, verify != "none", _counter(source, left, progress))
+    Executor(tools, budget.threads, finished).run(_jobs(source, plan, left, out, identity, budget, direct_io))
+    finish_output(source, identity, plan, records, out, verify, stages)
+    work.remove()
+    return Report(out, len(left), found, plan.total_bytes, stages)
+
+
+def _jobs(
+    source: Source, plan: OutputPlan, units: Sequence[OutputUnit], out: Path, identity: SourceIdentity, budget: Budget, direct_io: bool
+) -> Iterator[Job]:
+    """All jobs in order, each unit's made only when its turn comes."""
+    for unit in units:
+        work = UnitWork(plan, unit, out, identity.id, direct_io)
+        jobs: list[Job] = [*expert_jobs(work, source, budget.batch), *tensor_jobs(work, source)]
+        work.jobs_left = len(jobs)
+        yield from jobs
+
+
+def _counter(source: Source, units: Sequence[OutputUnit], progress: Progress | None) -> Callable[[int], None]:
+    """Adds up source bytes and tells `progress`."""
+    if progress is None:
+        return lambda size: None
+    total = sum(source_bytes(source, unit) for unit in units)
+    lock, done = Lock(), 0
+    progress(0, total)
+
+    def count(size: int) -> None:
+        nonlocal done
+        with lock:
+            done = min(done + size, total)
+            progress(done, total)
+
+    return count
+
+
+def source_bytes(source: Source, unit: OutputUnit) -> int:
+    """Bytes a unit takes from the source."""
+    plain = sum(source.tensors[tensor.name].entry.size for tensor in unit.source.plain)
+    prefix = unit.source.experts_prefix
+    if prefix is None:
+        return plain
+    return plain + sum(tensor.entry.size for name, tensor in source.tensors.items() if name.startswith(prefix + "."))

@@ -1,0 +1,88 @@
+"""The last step: indexes, the engine's small files, source/, digests, provenance, and the manifest last of all."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from convert.checkpoint.config import rewritten
+from convert.checkpoint.identity import SourceIdentity
+from convert.checkpoint.source import INDEX_NAME, Source
+from convert.files import digest, file_digest, machine_errors, sync_folder, write_atomic
+from convert.pipeline.manifest import build_manifest, digest_file, rank_index, source_digests
+from convert.pipeline.stages import Stages
+from convert.planning.output import OutputPlan
+from convert.shards.finished import FinishedUnit
+from convert.shards.manifest import quantization_config, sealed
+
+
+def finish_output(
+    source: Source, identity: SourceIdentity, plan: OutputPlan, records: Mapping[str, FinishedUnit], out: Path, checks: str, stages: Stages
+) -> None:
+    """Write everything beside the shards, then the manifest. All of it can be done again after a crash."""
+    with machine_errors(f"writing the documents of {out}"):
+        digests, offsets = digest_file(plan, records)
+        documents = {"digests.bin": digests, "config.json": output_config(source, plan)}
+        documents |= _source_documents(source, records) | _indexes(plan)
+        files = [{"path": path, "size": len(data), "digest": digest(data).hex()} for path, data in documents.items()]
+        for path, data in documents.items():
+            (out / path).parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(out / path, data)
+        for name in source.auxiliary:
+            write_atomic(out / name, source.path(name).read_bytes())
+            size, value = file_digest(out / name)
+            files.append({"path": name, "size": size, "digest": value})
+        write_atomic(out / "provenance.json", provenance(source, stages))
+        manifest = build_manifest(source, identity, plan, records, offsets, files, checks)
+        sync_folder(out)
+        write_atomic(out / "manifest.json", manifest)
+
+
+def output_config(source: Source, plan: OutputPlan) -> bytes:
+    """The rewritten config.json."""
+    replacement = quantization_config(plan.layout.id, plan.layout.num_bits, plan.shape.group_size, plan.layout.symmetric)
+    return json.dumps(rewritten(source.config, source.model.quantization, replacement), indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def _source_documents(source: Source, records: Mapping[str, FinishedUnit]) -> dict[str, bytes]:
+    """source/: headers (deterministic gzip), index, config, README, digests."""
+    documents = {f"source/headers/{header.file}.gz": gzip.compress(header.raw, 6, mtime=0) for header in source.headers}
+    documents["source/config.json"] = source.config_bytes
+    documents["source/digests.bin"] = source_digests(source, records)
+    if source.index_bytes is not None:
+        documents[f"source/{INDEX_NAME}"] = source.index_bytes
+    readme = source.path("README.md")
+    if readme.is_file():
+        documents["source/README.md"] = readme.read_bytes()
+    return documents
+
+
+def _indexes(plan: OutputPlan) -> dict[str, bytes]:
+    ranked = [unit for unit in plan.units if unit.name != "common"]
+    common = [unit for unit in plan.units if unit.name == "common"]
+    index = rank_index(ranked)
+    documents = {f"{plan.topology.folder(rank)}/{INDEX_NAME}": index for rank in plan.ranks}
+    return documents | ({f"common/{INDEX_NAME}": rank_index(common)} if common else {})
+
+
+def provenance(source: Source, stages: Stages) -> bytes:
+    """Who, when, how fast: sealed, but never compared."""
+    try:
+        own = version("marlin-convert")
+    except PackageNotFoundError:
+        own = "unknown"
+    document: dict[str, Any] = {
+        "tool": f"marlin-convert {own}", "when": datetime.now(UTC).isoformat(timespec="seconds"), "host": platform.node(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}, Python {platform.python_version()}",
+        "command": sys.argv, "source": str(source.folder.resolve()),
+        "stages": {stage: {"seconds": round(stages.seconds[stage], 3), "bytes": stages.bytes[stage]} for stage in stages.seconds},
+    }  # fmt: skip
+    return sealed(document)
