@@ -1,0 +1,31 @@
+"""Kimi-K2 checkpoints to ready-to-mmap per-GPU shards in the Marlin MoE layout.
+
+The command line's verbs as functions: `plan`, `convert`, `verify`, and `open_shards` to read the result. They are loaded when first used, so that
+`import convert` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from convert.checks.verify import verify
+    from convert.pipeline.convert import convert
+    from convert.planning.report import plan
+    from convert.shards.reader import open_shards
+
+__all__ = ["convert", "open_shards", "plan", "verify"]
+
+_HOMES = {
+    "convert": "convert.pipeline.convert",
+    "open_shards": "convert.shards.reader",
+    "plan": "convert.planning.report",
+    "verify": "convert.checks.verify",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'convert' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

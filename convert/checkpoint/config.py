@@ -159,6 +159,3 @@ def rewritten(config: dict[str, Any], quantization: Quantization, replacement: d
     return result
 
 
-def ignored_but_packed(quantization: Quantization, modules: Iterable[str]) -> list[str]:
-    """Modules that are packed although the ignore list names them: the presence of `weight_packed` decides, but it is odd."""
-    return [module for module in modules if quantization.ignores(module)]

@@ -91,9 +91,9 @@ class Provider(Protocol):
 class OpProvider:
     """A provider made of two callables found in a package.
 
-    type_as_object: the gemm takes the weight type as `b_q_type`, an object with `.id`, instead of `b_q_type_id`. That
-    form also has other defaults and, in newer versions, more trailing parameters, so everything from the type on goes
-    by keyword.
+    type_as_object: the gemm takes the weight type as `b_q_type`, an object with `.id`, instead of a number. That form
+    has other defaults and, in newer versions, more trailing parameters, so everything from the type on goes by keyword.
+    The flat op gets all 26 by position.
     """
 
     name: str
@@ -141,10 +141,7 @@ class OpProvider:
         is_zp_float: bool = False,
     ) -> Tensor:
         """See `Provider.gemm`."""
-        weight_type: dict[str, object] = (
-            {"b_q_type": quant_type(b_q_type_id)} if self.type_as_object else {"b_q_type_id": b_q_type_id}
-        )
-        out: Tensor = self.gemm_op(
+        leading = (
             a,
             c_or_none,
             b_q_weight,
@@ -163,15 +160,21 @@ class OpProvider:
             top_k,
             mul_topk_weights,
             is_ep,
-            **weight_type,
-            size_m=size_m,
-            size_n=size_n,
-            size_k=size_k,
-            is_k_full=is_k_full,
-            use_atomic_add=use_atomic_add,
-            use_fp32_reduce=use_fp32_reduce,
-            is_zp_float=is_zp_float,
         )
+        trailing: dict[str, object] = {
+            "size_m": size_m,
+            "size_n": size_n,
+            "size_k": size_k,
+            "is_k_full": is_k_full,
+            "use_atomic_add": use_atomic_add,
+            "use_fp32_reduce": use_fp32_reduce,
+            "is_zp_float": is_zp_float,
+        }
+        out: Tensor
+        if self.type_as_object:
+            out = self.gemm_op(*leading, b_q_type=quant_type(b_q_type_id), **trailing)
+        else:
+            out = self.gemm_op(*leading, b_q_type_id, *trailing.values())
         return out
 
 

@@ -236,6 +236,7 @@ class ReferenceProvider:
         is_zp_float: bool = False,
     ) -> Tensor:
         """See `Provider.gemm`. Without c, rows left undefined are NaN; the two reduction flags change nothing."""
+        _require(a.device.type == "cpu", f"the reference works on CPU tensors, a is on {a.device}")
         _require(not is_zp_float, "float zero points are not modelled")
         _require(_given(global_scale_or_none) is None, "a global scale goes with float4 weights only")
         experts = _Experts(

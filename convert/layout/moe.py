@@ -3,6 +3,8 @@
 w13 has gate (w1) in the first half of its columns and up (w3) in the second; gate and up are cut along their outputs, down along its inputs.
 The kernel needs N % 128 == 0 and K % 64 == 0, so a slice of the intermediate size that is not a multiple of 64 is padded with zero words and
 zero scales, gate and up each on its own. (A zero word decodes to -8; the zero scale makes it harmless.)
+
+Shapes are needed for planning, where nothing is compiled: the compiled functions are imported where they are called.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from convert.layout import marlin
 from convert.layout.protocol import ExpertShape, Layout, StackedTensor
 from convert.layout.rows import Rows
 
@@ -68,6 +69,8 @@ class MarlinU4B8:
 
     def pack(self, shape: ExpertShape, projection: str, index: int, packed: Rows, scale: Rows, words: Rows, scales: Rows) -> None:
         """Fill slice `index` of a projection; see `Layout.pack`."""
+        from convert.layout import marlin
+
         source, target = _slice(shape, projection, index, packed), _half(projection, words)
         marlin.pack_rows(_padded(source, target), target)
         source, target = _slice(shape, projection, index, scale), _half(projection, scales)
@@ -75,6 +78,8 @@ class MarlinU4B8:
 
     def unpack(self, shape: ExpertShape, projection: str, index: int, words: Rows, scales: Rows, packed: Rows, scale: Rows) -> None:
         """Write slice `index` of a source matrix back; see `Layout.unpack`."""
+        from convert.layout import marlin
+
         size_k = self._size_k(shape, projection)
         _restore(_half(projection, words), _slice(shape, projection, index, packed), marlin.unpack_rows)
         _restore(
@@ -87,6 +92,8 @@ class MarlinU4B8:
         self, shape: ExpertShape, projection: str, index: int, packed: Rows, scale: Rows, words: Rows, scales: Rows
     ) -> str | None:
         """Where the inverse differs from the source (padding included), in words; None where it does not."""
+        from convert.layout import marlin
+
         source, target = _slice(shape, projection, index, packed), _half(projection, words)
         if (at := marlin.wrong_row(target, _padded(source, target))) is not None:
             return f"weight_packed differs at row {at[0]} of the slice, inputs {at[1]} to {at[1] + marlin.TILE_K - 1}"

@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import Lock
 
 from convert.checkpoint.identity import SourceIdentity, identify, stamps
-from convert.checkpoint.reads import SourceReader
+from convert.reads import PieceReader
 from convert.checkpoint.source import Source, open_source
 from convert.errors import SourceError, UsageError
 from convert.files import machine_errors
@@ -22,7 +22,7 @@ from convert.pipeline.begin import (
     refuse_full_disk,
 )
 from convert.pipeline.budget import Budget, choose_budget
-from convert.pipeline.buffers import BufferPool
+from convert.buffers import BufferPool
 from convert.pipeline.executor import Executor, Job
 from convert.pipeline.expert_job import expert_jobs
 from convert.pipeline.finish import finish_output
@@ -116,7 +116,7 @@ def _convert(
         records[record.name] = record
 
     left = [unit for unit in plan.units if unit.name not in records]
-    tools = Tools(SourceReader(source, direct_io), BufferPool(budget.memory), stages, verify != "none", _counter(source, left, progress))
+    tools = Tools(PieceReader(source.path, direct_io), BufferPool(budget.memory), stages, verify != "none", _counter(source, left, progress))
     Executor(tools, budget.threads, finished).run(_jobs(source, plan, left, out, identity, budget, direct_io))
     finish_output(source, identity, plan, records, out, verify, stages)
     work.remove()

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from convert.checkpoint.reads import Piece, ReadPlan, plan_reads
+from convert.reads import Piece, ReadPlan, plan_reads
 from convert.checkpoint.source import Source
 from convert.errors import ConvertError, SourceError
 from convert.files import PAGE, digest
 from convert.layout.protocol import PROJECTIONS
 from convert.layout.rows import Rows
-from convert.pipeline.buffers import Buffer
+from convert.buffers import Buffer
 from convert.pipeline.stages import Tools
 from convert.pipeline.unit_work import UnitWork
 from convert.planning.output import OutputPlan, OutputUnit

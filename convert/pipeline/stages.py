@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
 
-from convert.checkpoint.reads import SourceReader
-from convert.pipeline.buffers import BufferPool
+from convert.reads import PieceReader
+from convert.buffers import BufferPool
 
 STAGES = ("read", "repack", "check", "hash", "write")
 
@@ -37,7 +37,7 @@ class Stages:
 class Tools:
     """Shared by all jobs of a run. `check` is whether to invert each buffer and compare before it is written."""
 
-    reader: SourceReader
+    reader: PieceReader
     pool: BufferPool
     stages: Stages
     check: bool

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from convert.checkpoint.reads import Piece, plan_reads
+from convert.reads import Piece, plan_reads
 from convert.checkpoint.source import Source
 from convert.errors import ConvertError
 from convert.files import PAGE

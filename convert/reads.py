@@ -1,17 +1,17 @@
-"""Reading tensors from a checkpoint: pieces planned as few large page-aligned reads, past the page cache where that works."""
+"""Reading tensors from files: pieces planned as few large page-aligned reads, past the page cache where that works."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from convert.checkpoint.source import Source
 from convert.errors import SourceError
 from convert.files import PAGE, drop_cache, machine_error, open_direct
 
@@ -68,15 +68,14 @@ def plan_reads(pieces: list[Piece]) -> ReadPlan:
 
 
 class _OpenFile:
-    """A source file that is being read: an ordinary descriptor, and a direct one where that works."""
+    """A file that is being read: an ordinary descriptor, and a direct one where that works."""
 
-    def __init__(self, source: Source, name: str, direct: bool) -> None:
-        path = source.path(name)
+    def __init__(self, path: Path, name: str, direct: bool) -> None:
         try:
             self.plain = os.open(path, os.O_RDONLY)
             self.direct = open_direct(path, os.O_RDONLY) if direct else None
         except FileNotFoundError as error:
-            raise SourceError(f"{name} has gone from the source while it was being converted") from error
+            raise SourceError(f"{path} has gone while it was being read") from error
         except OSError as error:
             raise machine_error(f"opening {path}", error) from error
         self.users = 0
@@ -87,11 +86,11 @@ class _OpenFile:
             os.close(self.direct)
 
 
-class SourceReader:
-    """Positional reads of a checkpoint's files, from any number of threads. Files are open only while somebody reads them."""
+class PieceReader:
+    """Positional reads from any number of threads. Files are open only while somebody reads them."""
 
-    def __init__(self, source: Source, direct: bool = True) -> None:
-        self._source = source
+    def __init__(self, path_of: Callable[[str], Path], direct: bool = True) -> None:
+        self._path_of = path_of
         self._direct = direct
         self._open: dict[str, _OpenFile] = {}
         self._lock = Lock()
@@ -101,7 +100,7 @@ class SourceReader:
         with self._lock:
             for name in files:
                 if name not in self._open:
-                    self._open[name] = _OpenFile(self._source, name, self._direct)
+                    self._open[name] = _OpenFile(self._path_of(name), name, self._direct)
                 self._open[name].users += 1
 
     def close_files(self, files: Iterable[str]) -> None:

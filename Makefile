@@ -1,0 +1,45 @@
+# make demo: the whole job on a small checkpoint, in a fresh venv, without torch. make test: the tests.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+DEMO ?= demo
+
+.PHONY: demo test lint wheel clean
+
+$(BIN)/marlin-convert: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.test: $(BIN)/marlin-convert
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt "torch==2.13.0"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	@touch $@
+
+demo: $(BIN)/marlin-convert
+	rm -rf $(DEMO)
+	@echo "== 1. make a small checkpoint in the form of Kimi-K2.6"
+	$(BIN)/python examples/make_checkpoint.py small $(DEMO)/checkpoint
+	@echo "== 2. plan: what would be written for 8 GPUs"
+	$(BIN)/marlin-convert plan $(DEMO)/checkpoint $(DEMO)/tp8 --tp 8
+	@echo "== 3. convert"
+	$(BIN)/marlin-convert convert $(DEMO)/checkpoint $(DEMO)/tp8 --tp 8
+	@echo "== 4. verify: from the disk, then against the checkpoint itself"
+	$(BIN)/marlin-convert verify $(DEMO)/tp8
+	$(BIN)/marlin-convert verify $(DEMO)/tp8 --source $(DEMO)/checkpoint
+	@echo "== 5. inspect: the folder, and the codes of one packed tensor"
+	$(BIN)/marlin-convert inspect $(DEMO)/tp8
+	$(BIN)/marlin-convert inspect $(DEMO)/tp8 --rank 3 --tensor language_model.model.layers.1.mlp.experts.w13_weight_packed
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check convert tests examples
+	$(BIN)/mypy
+
+test: $(VENV)/.test lint
+	$(BIN)/python -m pytest -m "not gpu" -n 2
+
+wheel: $(VENV)/.test
+	$(BIN)/python -m build --quiet
+
+clean:
+	rm -rf $(VENV) $(DEMO) dist build

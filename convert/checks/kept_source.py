@@ -1,0 +1,52 @@
+"""What OUT keeps of its source: headers, configuration and the digest of every tensor. Enough to prove an output exact without the source."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from convert.checkpoint.config import ModelConfig, parse_config
+from convert.checkpoint.header import Header, TensorEntry, parse_header
+from convert.errors import ConvertError, OutputError
+from convert.shards.manifest import Manifest
+
+ZEROS = bytes(16)
+
+
+@dataclass(frozen=True)
+class KeptSource:
+    """The kept headers and digests; a digest of zeros stands for a tensor outside the conversion's scope."""
+
+    headers: tuple[Header, ...]
+    config: dict[str, Any]
+    config_bytes: bytes
+    model: ModelConfig
+    entries: dict[str, TensorEntry]
+    digests: dict[str, bytes]
+
+    def holders(self, value: bytes) -> list[str]:
+        """Source tensors with this digest: whose data it is."""
+        return [name for name, known in self.digests.items() if known == value]
+
+
+def read_kept_source(out: Path, manifest: Manifest) -> KeptSource:
+    """Read source/. Raises OutputError where it is not whole or not of one piece with the manifest."""
+    try:
+        headers = []
+        for file in manifest.document["source"]["files"]:
+            raw = gzip.decompress((out / "source" / "headers" / f"{file['name']}.gz").read_bytes())
+            headers.append(parse_header(file["name"], file["size"], raw))
+        config_bytes = (out / "source" / "config.json").read_bytes()
+        config = json.loads(config_bytes)
+        blob = (out / "source" / "digests.bin").read_bytes()
+        model = parse_config(config)
+    except (OSError, ValueError, EOFError, KeyError, TypeError, ConvertError) as error:
+        raise OutputError(f"{out}/source: {error}; what is kept of the source is damaged, so nothing can be proven: convert again") from error
+    entries = [entry for header in headers for entry in header.tensors]
+    if len(blob) != 16 * len(entries):
+        raise OutputError(f"{out}/source/digests.bin has {len(blob)} bytes, expected 16 for each of the {len(entries)} source tensors")
+    digests = {entry.name: blob[16 * i : 16 * i + 16] for i, entry in enumerate(entries)}
+    return KeptSource(tuple(headers), config, config_bytes, model, {entry.name: entry for entry in entries}, digests)

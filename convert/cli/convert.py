@@ -1,0 +1,53 @@
+"""`marlin-convert convert`."""
+
+from __future__ import annotations
+
+import time
+
+import click
+
+from convert.cli import output
+from convert.cli.options import Size, gigabytes, json_option, parallel_options
+
+
+@click.command("convert")
+@click.argument("source")
+@click.argument("out")
+@parallel_options
+@click.option("--threads", type=click.IntRange(1), help="Worker threads [default: cores + 1].")
+@click.option("--memory", type=Size(), help="Memory for buffers, such as 2GiB [default: 1.5 GiB, or 384 MiB a thread].")
+@click.option("--verify", type=click.Choice(["exact", "none"]), default="exact", show_default=True, help="Prove each buffer before it is written.")
+@click.option("--direct/--no-direct", default=True, show_default=True, help="Read and write past the page cache where the file system can.")
+@click.option("--overwrite", is_flag=True, help="Start again where OUT holds another conversion.")
+@json_option
+def command(
+    source: str, out: str, tp: int, ep: int, layers: tuple[int, ...] | None, ranks: tuple[int, ...] | None, threads: int | None, memory: int | None,
+    verify: str, direct: bool, overwrite: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Convert the checkpoint in folder SOURCE to shards for TP ranks in OUT.
+
+    Run it again after any failure or interruption: it continues where it was.
+    """
+    from convert.pipeline.convert import convert
+
+    begin = time.monotonic()
+    with output.progress_bar("converting") as progress:
+        report = convert(
+            source, out, tp=tp, ep=ep, layers=layers, ranks=ranks, threads=threads, memory=memory, verify=verify, overwrite=overwrite,
+            direct_io=direct, progress=progress,
+        )  # fmt: skip
+    seconds = time.monotonic() - begin
+    if as_json:
+        stages = {stage: {"seconds": report.stages.seconds[stage], "bytes": report.stages.bytes[stage]} for stage in report.stages.seconds}
+        output.document({
+            "out": str(report.out), "units_made": report.made, "units_found": report.found, "output_bytes": report.output_bytes,
+            "seconds": seconds, "stages": stages,
+        })  # fmt: skip
+        return
+    if report.made == 0:
+        output.result(f"{out} is finished already: {report.found} units, {gigabytes(report.output_bytes)}")
+        return
+    found = f" ({report.found} were there)" if report.found else ""
+    proof = "each proven exact before it was written" if verify == "exact" else "not proven: run verify"
+    output.result(f"{out}: {report.made} units made{found}, {gigabytes(report.output_bytes)} in {seconds:.1f} s, {proof}")
+    output.result(f"check what is on the disk:  marlin-convert verify {out}")

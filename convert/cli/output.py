@@ -1,0 +1,51 @@
+"""What verbs print: results on stdout, progress and messages on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+
+def result(text: str) -> None:
+    """A line of the result."""
+    click.echo(text)
+
+
+def document(value: Any) -> None:
+    """A result as JSON."""
+    click.echo(json.dumps(value, indent=1))
+
+
+def message(text: str) -> None:
+    """Something to know that is not the result."""
+    click.echo(text, err=True)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Rows in columns; numbers to the right."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in [list(header), *cells]) for i in range(len(header))]
+    right = [bool(rows) and all(isinstance(row[i], (int, float)) for row in rows) for i in range(len(header))]
+    for row in [list(header), *cells]:
+        line = "  ".join(cell.rjust(width) if to_right else cell.ljust(width) for cell, width, to_right in zip(row, widths, right, strict=True))
+        click.echo(line.rstrip())
+
+
+@contextmanager
+def progress_bar(what: str, unit: str = "B") -> Iterator[Callable[[int, int], None]]:
+    """One bar on stderr, off where that is no terminal; yields `progress(done, total)`."""
+    from tqdm import tqdm
+
+    with tqdm(desc=what, unit=unit, unit_scale=unit == "B", disable=not sys.stderr.isatty(), file=sys.stderr, dynamic_ncols=True) as bar:
+
+        def progress(done: int, total: int) -> None:
+            if bar.total != total:
+                bar.total = total
+            bar.update(done - bar.n)
+
+        yield progress

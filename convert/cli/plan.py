@@ -1,0 +1,50 @@
+"""`marlin-convert plan`."""
+
+from __future__ import annotations
+
+import click
+
+from convert.cli import output
+from convert.cli.options import gigabytes, json_option, parallel_options
+
+
+@click.command("plan")
+@click.argument("source")
+@click.argument("out", required=False)
+@parallel_options
+@json_option
+def command(
+    source: str, out: str | None, tp: int, ep: int, layers: tuple[int, ...] | None, ranks: tuple[int, ...] | None, as_json: bool
+) -> None:
+    """Show what `convert` would write, from headers alone.
+
+    SOURCE is the folder of a published checkpoint; with OUT the free space there is shown too. Nothing is written.
+    """
+    from convert.planning.report import plan, rule_of
+
+    report = plan(source, out, tp=tp, ep=ep, layers=layers, ranks=ranks)
+    if as_json:
+        output.document(report.as_json())
+        return
+    made = report.output
+    for group in report.groups():
+        first, last = group[0], group[-1]
+        name = first.name if first is last else f"{first.name} .. {last.name} ({len(group)} units)"
+        output.result(f"{name}: {len(first.ranks)} files of {first.file_size:,} bytes each, such as {made.path(first, first.ranks[0])}")
+        rows = [
+            (p.spec.name, rule_of(first, p.spec.name), p.spec.dtype, "x".join(map(str, p.spec.shape)), first.data_start + p.offset, p.spec.size)
+            for p in first.files.tensors
+        ]
+        output.table(("  tensor", "rule", "dtype", "shape", "offset", "bytes"), [("  " + row[0], *row[1:]) for row in rows])
+        output.result("")
+    padded = made.layout.padded(made.shape)
+    if padded != made.shape.local:
+        output.result(f"padding: the experts' slice of {made.shape.local} is padded to {padded} with zeros")
+    output.result(f"copied: {', '.join(report.source.auxiliary) or 'nothing'}; left out: {', '.join(report.source.left_out) or 'nothing'}")
+    for note in report.notes:
+        output.message(f"note: {note}")
+    source_size = f"{len(report.source.tensors):,} tensors, {report.source.payload_bytes:,} bytes in {len(report.source.headers)} files"
+    output.result(f"source: {source_size}")
+    output.result(f"each rank loads {made.rank_bytes():,} bytes ({gigabytes(made.rank_bytes())} of GPU memory for weights)")
+    free = "" if report.free is None else f"; {gigabytes(report.free)} are free there"
+    output.result(f"output: {made.total_bytes:,} bytes ({gigabytes(made.total_bytes)}) in {sum(len(u.ranks) for u in made.units)} shard files{free}")

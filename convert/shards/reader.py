@@ -1,0 +1,105 @@
+"""Reading converted shards: numpy views over read-only mappings, nothing copied."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from convert.checkpoint.header import parse_header
+from convert.errors import OutputError, UsageError
+from convert.shards.format import is_filler
+from convert.shards.manifest import FusedTensor, Manifest, Shard, StoredTensor, read_manifest
+
+Array = npt.NDArray[np.generic]
+
+#: bf16 has no numpy dtype: its bits come as uint16
+NUMPY = {
+    "BF16": np.uint16, "F16": np.float16, "F32": np.float32, "F64": np.float64, "I32": np.int32, "I64": np.int64, "U8": np.uint8, "I8": np.int8,
+    "I16": np.int16, "U16": np.uint16, "U32": np.uint32, "U64": np.uint64, "BOOL": np.bool_, "F8_E4M3": np.uint8, "F8_E5M2": np.uint8,
+}  # fmt: skip
+
+
+@dataclass
+class Shards:
+    """One rank's tensors by name. Files are mapped when first touched; views stay valid until `close`."""
+
+    out: Path
+    manifest: Manifest
+    rank: int | None
+    _where: dict[str, tuple[Shard, StoredTensor]]
+    _fused: dict[str, tuple[Shard, FusedTensor]]
+    _maps: dict[str, mmap.mmap] = field(default_factory=dict)
+
+    def names(self, unit: str | None = None) -> list[str]:
+        """Names in load order, of one unit (`layer-001`) or of all."""
+        return [name for name, (shard, _) in self._where.items() if unit in (None, shard.unit)]
+
+    def fused_names(self) -> list[str]:
+        """Names of the fused views."""
+        return list(self._fused)
+
+    def __getitem__(self, name: str) -> Array:
+        """A tensor or a fused view as a read-only array; bf16 as uint16. KeyError for an unknown name."""
+        if name in self._fused:
+            shard, view = self._fused[name]
+            return self._array(shard, view.dtype, view.shape, view.offset)
+        shard, tensor = self._where[name]
+        return self._array(shard, tensor.dtype, tensor.shape, tensor.offset)
+
+    def dtype(self, name: str) -> str:
+        """The safetensors dtype of a tensor."""
+        return self._fused[name][1].dtype if name in self._fused else self._where[name][1].dtype
+
+    def _array(self, shard: Shard, dtype: str, shape: tuple[int, ...], offset: int) -> Array:
+        count = int(np.prod(shape))
+        return np.frombuffer(self._map(shard), NUMPY[dtype], count, offset).reshape(shape)
+
+    def _map(self, shard: Shard) -> mmap.mmap:
+        """Map a file after seeing that it is the one it should be: a short file would read as garbage, a swapped one as another rank."""
+        if shard.path not in self._maps:
+            path = self.out / shard.path
+            try:
+                with path.open("rb") as file:
+                    size = os.fstat(file.fileno()).st_size
+                    if size != shard.size:
+                        raise OutputError(f"{path} has {size} bytes, the manifest says {shard.size}; run verify")
+                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            except OSError as error:
+                raise OutputError(f"{path}: cannot be read ({error.strerror}); run verify") from error
+            length = int.from_bytes(mapped[:8], "little")
+            metadata = parse_header(shard.path, size, mapped[8 : 8 + length]).metadata if 8 + length <= size else {}
+            rank = "common" if shard.rank is None else str(shard.rank)
+            if metadata.get("rank") != rank or metadata.get("source") != self.manifest.source_id:
+                raise OutputError(f"{path}: its header is that of rank {metadata.get('rank')}, source {metadata.get('source')}; run verify")
+            self._maps[shard.path] = mapped
+        return self._maps[shard.path]
+
+    def close(self) -> None:
+        """Unmap. Raises BufferError while views are still alive."""
+        while self._maps:
+            _, mapped = self._maps.popitem()
+            mapped.close()
+
+    def __enter__(self) -> Shards:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self._maps.clear()  # views may outlive the block: each map goes with its last one
+
+
+def open_shards(out: str | os.PathLike[str], rank: int | None = 0) -> Shards:
+    """Open a rank of a converted folder (None: common/). Raises OutputError, or UsageError for a rank that is not there."""
+    folder = Path(out)
+    manifest = read_manifest(folder)
+    if rank is not None and rank not in manifest.ranks:
+        raise UsageError(f"{out} has no rank {rank}; it has {', '.join(map(str, manifest.ranks))}")
+    shards = [shard for shard in manifest.shards if shard.rank == rank]
+    where = {tensor.name: (shard, tensor) for shard in shards for tensor in shard.tensors if not is_filler(tensor.name)}
+    fused = {view.name: (shard, view) for shard in shards for view in shard.fused}
+    return Shards(folder, manifest, rank, where, fused)

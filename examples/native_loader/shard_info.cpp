@@ -1,0 +1,58 @@
+// shard_info OUT RANK [--verify]: what a rank holds, and with --verify whether every byte is as it was written.
+// Exit code 0: fine; 1: something in OUT is wrong; 2: usage.
+#include <cstdio>
+#include <cstdlib>
+
+#include "arguments.hpp"
+#include "marlin_digest.hpp"
+
+namespace {
+
+void print_rank(const marlin::Output& out, const marlin::Rank& rank) {
+    const marlin::Manifest& manifest = out.manifest();
+    std::printf("%s: rank %d of %d, ep %d, layout %s, source %s\n", out.folder().c_str(), rank.number(), manifest.tp,
+                manifest.ep, manifest.layout.c_str(), marlin::printable(manifest.source_id).c_str());
+    uint64_t total = 0;
+    for (const marlin::Shard& shard : rank.shards()) {
+        total += shard.file().size();
+        std::printf("  %-44s %15llu bytes %4zu tensors %2zu fused", marlin::printable(shard.entry().path).c_str(),
+                    static_cast<unsigned long long>(shard.file().size()), shard.tensors().size(),
+                    shard.entry().fused.size());
+        if (const auto& experts = shard.experts()) {
+            std::printf("  experts %llu:%llu hidden %llu intermediate %llu", static_cast<unsigned long long>(experts->first),
+                        static_cast<unsigned long long>(experts->first + experts->count),
+                        static_cast<unsigned long long>(experts->hidden),
+                        static_cast<unsigned long long>(experts->intermediate));
+        }
+        std::printf("\n");
+    }
+    std::printf("  %zu shards, %llu bytes\n", rank.shards().size(), static_cast<unsigned long long>(total));
+}
+
+void verify(const marlin::Output& out, const marlin::Rank& rank) {
+    marlin::verify_manifest(out);
+    marlin::verify_files(out);
+    const marlin::ExpertDigests experts(out);
+    for (const marlin::Shard& shard : rank.shards()) marlin::verify_shard(shard, experts);
+    for (const marlin::Shard& shard : out.open_common()) marlin::verify_shard(shard, experts);
+    std::printf("  every digest of the manifest, this rank, common/ and the other files holds\n");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    try {
+        const marlin::Arguments arguments(argc, argv, 2, {}, {"verify"});
+        const marlin::Output out(arguments.positional(0));
+        const marlin::Rank rank = out.open_rank(arguments.number(1));
+        print_rank(out, rank);
+        if (arguments.flag("verify")) verify(out, rank);
+        return 0;
+    } catch (const marlin::UsageError& error) {
+        std::fprintf(stderr, "%s\nusage: shard_info OUT RANK [--verify]\n", error.what());
+        return 2;
+    } catch (const std::exception& error) {
+        std::fprintf(stderr, "%s\n", error.what());
+        return 1;
+    }
+}

@@ -1,0 +1,54 @@
+"""The exhaustive check in small: identity activations give back every published weight, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_vectors import family, published_weights
+
+from convert.kernels.fused_moe import Matrix
+from convert.kernels.one_hot import read_back
+from convert.kernels.quant_types import UINT8B128
+from convert.kernels.reference import ReferenceProvider
+
+REFERENCE = ReferenceProvider()
+
+
+def _read(matrix: Matrix, **options: int) -> torch.Tensor:
+    return torch.cat([weights for _, weights in read_back(REFERENCE, matrix, **options)])
+
+
+@pytest.mark.parametrize("name", ["w13", "w2"])
+@pytest.mark.parametrize("options", [{}, {"experts_a_call": 3}, {"block_size": 8}])
+def test_identity_reads_back_the_published_weights(name: str, options: dict[str, int]) -> None:
+    golden = family("moe_m5")
+    scale = "s" + name.removeprefix("w")
+    published = [
+        published_weights(ct, scales) for ct, scales in zip(golden[f"{name}_ct"], golden[f"{scale}_ct"], strict=True)
+    ]
+    read = _read(Matrix(golden[f"{name}_marlin"], golden[f"{scale}_marlin"]), **options)
+    assert read.equal(torch.stack(published))
+
+
+def test_eight_bit_reads_back_too() -> None:
+    golden = family("gemm.u8b128_g32")
+    read = _read(Matrix(golden["marlin_w"], golden["marlin_s"], UINT8B128))
+    published = [published_weights(ct, scales, 8) for ct, scales in zip(golden["ct"], golden["scale_ct"], strict=True)]
+    assert read.equal(torch.stack(published))
+
+
+def test_a_flipped_nibble_shows_as_one_wrong_weight_and_a_scale_as_its_group() -> None:
+    golden = family("moe_m5")
+    matrix = Matrix(golden["w2_marlin"], golden["s2_marlin"])
+    before = _read(matrix)
+    words = golden["w2_marlin"].clone()
+    words[2, 3, 17] ^= 1 << 9
+    changed = _read(Matrix(words, matrix.scales)) != before
+    assert changed.sum() == 1
+    assert changed[2, 48:64].any(), "k-tile 3 of expert 2"
+    scales = golden["s2_marlin"].clone()
+    scales.view(torch.int16)[1, 2, 5] ^= 1 << 6
+    changed = _read(Matrix(matrix.words, scales)) != before
+    assert changed.nonzero()[:, 0].unique().tolist() == [1]
+    assert 25 <= changed.sum() <= 32, "the non-zero weights of one group"
+    assert changed[1, 64:96].any(dim=0).sum() == 1
