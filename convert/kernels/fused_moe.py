@@ -210,7 +210,7 @@ def route(
     return weights * routed_scaling_factor, chosen.to(torch.int32)
 
 
-def fused_moe(  # noqa: PLR0917
+def fused_moe(
     provider: Provider,
     x: Tensor,
     w13: Tensor,

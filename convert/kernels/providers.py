@@ -47,7 +47,7 @@ class Provider(Protocol):
         N % 64 == 0.
         """
 
-    def gemm(  # noqa: PLR0917
+    def gemm(
         self,
         a: Tensor,
         c_or_none: Tensor | None,
@@ -111,7 +111,7 @@ class OpProvider:
         packed: Tensor = self.repack_op(q, perm, size_k, size_n, num_bits)
         return packed
 
-    def gemm(  # noqa: PLR0917
+    def gemm(
         self,
         a: Tensor,
         c_or_none: Tensor | None,

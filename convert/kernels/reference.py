@@ -149,6 +149,15 @@ def _check_weights(a: Tensor, experts: _Experts) -> None:
         _require(groups > 1 or experts.g_idx is None, "act-order needs more than one group")
 
 
+def _output(a: Tensor, c_or_none: Tensor | None, shape: tuple[int, int]) -> Tensor:
+    """The tensor to fill: c, or one of NaN, so that nobody relies on rows the kernel leaves undefined."""
+    if c_or_none is None:
+        return a.new_full(shape, float("nan"))
+    _require(tuple(c_or_none.shape) == shape, f"c has shape {tuple(c_or_none.shape)}, expected {shape}")
+    _require(c_or_none.dtype == a.dtype and c_or_none.is_contiguous(), f"c is not contiguous {a.dtype}")
+    return c_or_none
+
+
 def _blocks(
     sorted_token_ids: Tensor,
     expert_ids: Tensor,
@@ -206,7 +215,7 @@ class ReferenceProvider:
             words |= gathered[..., position] << (position * num_bits)
         return words.reshape(size_k // 16, -1)
 
-    def gemm(  # noqa: PLR0917
+    def gemm(
         self,
         a: Tensor,
         c_or_none: Tensor | None,
@@ -258,9 +267,7 @@ class ReferenceProvider:
         if mul_topk_weights:
             _require(topk_weights.dtype == torch.float32, f"topk_weights is {topk_weights.dtype}, not torch.float32")
             _require(topk_weights.numel() == rows, f"{topk_weights.numel()} topk_weights for {rows} rows")
-        out = a.new_full((rows, size_n), float("nan")) if c_or_none is None else c_or_none
-        _require(tuple(out.shape) == (rows, size_n), f"c has shape {tuple(out.shape)}, expected {(rows, size_n)}")
-        _require(out.dtype == a.dtype and out.is_contiguous(), f"c is not contiguous {a.dtype}")
+        out = _output(a, c_or_none, (rows, size_n))
         named = _blocks(
             sorted_token_ids,
             expert_ids,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
+from convert.buffers import BufferPool
 from convert.checkpoint.identity import SourceIdentity, identify, stamps
-from convert.reads import PieceReader
 from convert.checkpoint.source import Source, open_source
 from convert.errors import SourceError, UsageError
 from convert.files import machine_errors
@@ -22,7 +22,6 @@ from convert.pipeline.begin import (
     refuse_full_disk,
 )
 from convert.pipeline.budget import Budget, choose_budget
-from convert.buffers import BufferPool
 from convert.pipeline.executor import Executor, Job
 from convert.pipeline.expert_job import expert_jobs
 from convert.pipeline.finish import finish_output
@@ -31,6 +30,7 @@ from convert.pipeline.stages import Stages, Tools
 from convert.pipeline.tensor_job import tensor_jobs
 from convert.pipeline.unit_work import UnitWork
 from convert.planning.output import Options, OutputPlan, OutputUnit, plan_output
+from convert.reads import PieceReader
 from convert.shards.finished import FinishedUnit
 from convert.shards.manifest import read_manifest
 

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from convert.reads import Piece, ReadPlan, plan_reads
+from convert.buffers import Buffer
 from convert.checkpoint.source import Source
 from convert.errors import ConvertError, SourceError
 from convert.files import PAGE, digest
 from convert.layout.protocol import PROJECTIONS
 from convert.layout.rows import Rows
-from convert.buffers import Buffer
 from convert.pipeline.stages import Tools
 from convert.pipeline.unit_work import UnitWork
 from convert.planning.output import OutputPlan, OutputUnit
 from convert.planning.rules import expert_tensors
+from convert.reads import Piece, ReadPlan, plan_reads
 
 ELEMENT = {"I32": np.int32, "BF16": np.uint16}
 

@@ -17,6 +17,7 @@ from convert.shards.finished import FinishedUnit
 from convert.shards.format import is_filler
 from convert.shards.manifest import sealed
 
+
 def rank_index(units: list[OutputUnit]) -> bytes:
     """model.safetensors.index.json of a rank (or of common/): fillers are in neither total nor map."""
     placed = [(unit.name, p) for unit in units for p in unit.files.tensors if not is_filler(p.spec.name)]

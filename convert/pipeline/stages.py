@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
 
-from convert.reads import PieceReader
 from convert.buffers import BufferPool
+from convert.reads import PieceReader
 
 STAGES = ("read", "repack", "check", "hash", "write")
 

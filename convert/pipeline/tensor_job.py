@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from convert.reads import Piece, plan_reads
 from convert.checkpoint.source import Source
 from convert.errors import ConvertError
 from convert.files import PAGE
 from convert.pipeline.stages import Tools
 from convert.pipeline.unit_work import UnitWork
 from convert.planning.rules import PlainTensor
+from convert.reads import Piece, plan_reads
 
 Ranks = tuple[int | None, ...]
 Bytes = npt.NDArray[np.uint8]

@@ -20,6 +20,7 @@ from convert.kernels.fused_moe import (
     silu_and_mul,
     sum_experts,
 )
+from convert.kernels.quant_types import UINT4
 from convert.kernels.reference import ReferenceProvider
 
 REFERENCE = ReferenceProvider()
@@ -72,6 +73,24 @@ def test_the_whole_equals_what_the_kernels_computed() -> None:
         )
         <= TIGHT
     )
+
+
+def test_a_matrix_hands_on_its_bias_and_zero_points() -> None:
+    golden = family("gemm.u4zp_g64")
+    bias = torch.full((2, 128), 0.5, dtype=torch.bfloat16)
+    matrix = Matrix(golden["marlin_w"], golden["marlin_s"], UINT4, bias, golden["marlin_zp"])
+    alignment = align(golden["topk_ids"], 2, 8)
+    out = grouped_gemm(
+        REFERENCE,
+        golden["x"],
+        matrix,
+        alignment,
+        torch.empty(0),
+        workspace=make_workspace("cpu"),
+        top_k=2,
+        mul_topk_weights=False,
+    )
+    assert relative_error(out, golden["out"] + 0.5) <= TIGHT
 
 
 def test_swapped_halves_and_swapped_experts_are_noticed() -> None:

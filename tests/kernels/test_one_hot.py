@@ -8,7 +8,7 @@ from kernel_vectors import family, published_weights
 
 from convert.kernels.fused_moe import Matrix
 from convert.kernels.one_hot import read_back
-from convert.kernels.quant_types import UINT8B128
+from convert.kernels.quant_types import UINT4, UINT8B128
 from convert.kernels.reference import ReferenceProvider
 
 REFERENCE = ReferenceProvider()
@@ -35,6 +35,18 @@ def test_eight_bit_reads_back_too() -> None:
     read = _read(Matrix(golden["marlin_w"], golden["marlin_s"], UINT8B128))
     published = [published_weights(ct, scales, 8) for ct, scales in zip(golden["ct"], golden["scale_ct"], strict=True)]
     assert read.equal(torch.stack(published))
+
+
+def test_zero_points_are_subtracted_and_a_bias_is_left_out() -> None:
+    golden = family("gemm.u4zp_g64")
+    bias = torch.ones(2, 128, dtype=torch.bfloat16)
+    read = _read(Matrix(golden["marlin_w"], golden["marlin_s"], UINT4, bias, golden["marlin_zp"]), experts_a_call=1)
+    for expert in range(2):
+        scales = golden["scale_ct"][expert]
+        # published_weights subtracts 8 from each code; the rest of (q - zero point) is 8 - zero point.
+        codes = published_weights(golden["ct"][expert], torch.ones_like(scales)).t()
+        signed = codes + (8 - golden["zp"][expert]).repeat_interleave(64, dim=1)
+        assert read[expert].equal((signed * scales.repeat_interleave(64, dim=1)).t())
 
 
 def test_a_flipped_nibble_shows_as_one_wrong_weight_and_a_scale_as_its_group() -> None:

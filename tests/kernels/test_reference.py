@@ -9,7 +9,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_vectors import GEMM_KINDS, REPACK_FAMILIES, family, family_names, relative_error, repack_golden, run_gemm
+from kernel_vectors import (
+    GEMM_KINDS,
+    REPACK_FAMILIES,
+    family,
+    family_names,
+    published_weights,
+    relative_error,
+    repack_golden,
+    run_gemm,
+)
 
 from convert.kernels import fragments
 from convert.kernels.quant_types import UINT4B8, UINT8B128, quant_type
@@ -204,6 +213,19 @@ def test_bias_and_topk_weights_are_applied_in_the_activations_dtype() -> None:
     weights = torch.linspace(0.1, 1.0, 10).reshape(5, 2)
     weighted = _call({**tensors, "bias": bias, "topk_weights": weights}, mul_topk_weights=True)
     assert weighted.equal(with_bias * weights.to(torch.bfloat16).reshape(-1, 1))
+
+
+def test_eight_bit_channelwise_scales_the_sum_before_it_is_rounded() -> None:
+    tensors = family("gemm.u8b128_g32")
+    scales = torch.linspace(0.01, 0.02, 256).reshape(2, 1, 128).to(torch.bfloat16)
+    out = _call({**tensors, "marlin_s": scales}, b_q_type_id=UINT8B128.id)
+    ones = torch.ones(2, 128, 4, dtype=torch.bfloat16)
+    for row in range(10):
+        expert = int(tensors["topk_ids"].reshape(-1)[row])
+        weights = published_weights(tensors["ct"][expert], ones[expert], 8).double()
+        total = tensors["x"][row // 2].double() @ weights
+        expected = (total * decode_scales(scales[expert], True)[0].double()).to(torch.bfloat16)
+        assert out[row].equal(expected)
 
 
 def test_given_output_is_filled_and_blocks_of_other_ranks_leave_it_alone() -> None:
