@@ -7,21 +7,25 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy.typing as npt
 import xxhash
 
 from convert.errors import ConvertError, MachineError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Buffer = bytes | memoryview | npt.NDArray[Any]
 
 PAGE = 4096
 #: stream files in pieces of this size
 CHUNK = 8 << 20
 
 
-def digest(data: bytes | memoryview | npt.NDArray[Any]) -> bytes:
+def digest(data: Buffer) -> bytes:
     """xxh3-128 of contiguous bytes, 16 bytes, most significant first."""
-    return xxhash.xxh3_128_digest(data)
+    return xxhash.xxh3_128_digest(data if isinstance(data, (bytes, memoryview)) else data.data)
 
 
 def file_digest(path: Path) -> tuple[int, str]:
@@ -102,5 +106,3 @@ def drop_cache(descriptor: int, offset: int, length: int) -> None:
     """Give page cache back that will not be needed again (a hint; whole pages only)."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
-
-

@@ -115,7 +115,7 @@ class PieceReader:
 
     def read(self, plan: ReadPlan, buffer: npt.NDArray[np.uint8]) -> None:
         """Fill `buffer` (page-aligned, at least plan.size bytes). Raises SourceError where a file ends too early."""
-        view = memoryview(buffer)
+        view = buffer.data
         for run in plan.runs:
             self._read_run(run, view[run.at : run.at + run.length])
 

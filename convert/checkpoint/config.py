@@ -156,5 +156,3 @@ def rewritten(config: dict[str, Any], quantization: Quantization, replacement: d
         if isinstance(result.get("text_config"), dict):
             result["text_config"] = {k: v for k, v in config["text_config"].items() if k != "quantization_config"}
     return result
-
-

@@ -24,8 +24,9 @@ Matrices = dict[str, tuple[Bytes, Bytes]]
 class ExpertCheck:
     """What is needed to check experts of one layer.
 
-    `held` maps (rank, stacked name) to the tensor; `owners(expert)` are the ranks that should hold it, in slice order. `piece_digest(rank, name, i)` is the
-    recorded digest of local expert i; `expected(name)` the source's digest or None; `source_bytes(name)` the source's bytes, or None without a source.
+    `held` maps (rank, stacked name) to the tensor; `owners(expert)` are the ranks that should hold it, in slice order.
+    `piece_digest(rank, name, i)` is the recorded digest of local expert i; `expected(name)` the source's digest or None;
+    `source_bytes(name)` the source's bytes, or None without a source.
     """
 
     reader: PieceReader
@@ -54,7 +55,8 @@ class ExpertCheck:
         self.report.count(proven=0 if not provable else 9, unproven=0 if provable else 9)
         explained = {key for what in wrong.values() for key in what}
         for rank, name in sorted(damaged - explained):
-            self._add(expert, None, rank, f"{name.rpartition('.')[2]}: the stored bytes do not match their digest{self._whose_piece(rank, name, pieces)}")
+            hint = self._whose_piece(rank, name, pieces)
+            self._add(expert, None, rank, f"{name.rpartition('.')[2]}: the stored bytes do not match their digest{hint}")
 
     def _stacked(self) -> tuple[str, ...]:
         return tuple(f"{self.prefix}.{tensor.name}" for tensor in self.layout.stacked(self.shape))
@@ -126,12 +128,13 @@ class ExpertCheck:
                 hint = whose(self.holders(found)) or self._swapped(expert, kind, ranks, matrices, projection, {r for r, _ in culprits})
                 for rank, stacked_name in sorted(culprits):
                     hint = hint or self._whose_piece(rank, stacked_name, pieces)
-                for rank in [rank for rank, _ in sorted(culprits)] or self._differing_ranks(expert, projection, kind, matrix, ranks):
-                    self._add(expert, projection, rank, f"{kind} differs from the source{hint}")
+                suspects = [rank for rank, _ in sorted(culprits)] or self._differing_ranks(expert, projection, kind, matrix, ranks)
+                for suspect in suspects:
+                    self._add(expert, projection, suspect, f"{kind} differs from the source{hint}")
         self._check_shapes(expert)
         return wrong
 
-    def _differing_ranks(self, expert: int, projection: str, kind: str, matrix: Bytes, ranks: Sequence[int]) -> list[int | None]:
+    def _differing_ranks(self, expert: int, projection: str, kind: str, matrix: Bytes, ranks: Sequence[int]) -> Sequence[int | None]:
         """Which ranks' slices differ, where a source is there to tell; else only that one of them does."""
         if len(self.owners(expert)) == 1:
             return [ranks[0]]

@@ -74,7 +74,8 @@ def check_plain(
             if item not in damaged:
                 report.add(_finding(item, origin, layer, "differs from the source" + whose(holders(found[item.shard.rank]))))
     elif whole.digest() != expected and not damaged:
-        report.add(Finding(held[0].shard.path, f"{origin.tensor}, put together from all ranks, differs from the source" + whose(holders(whole.digest())), layer))
+        what = f"{origin.tensor}, put together from all ranks, differs from the source" + whose(holders(whole.digest()))
+        report.add(Finding(held[0].shard.path, what, layer))
 
 
 def whose(names: list[str]) -> str:

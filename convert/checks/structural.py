@@ -116,10 +116,10 @@ def check_coverage(manifest: Manifest, kept: KeptSource, report: Report) -> None
     expected = {f"layer-{layer:03d}" for layer in manifest.layers} | ({"top"} if manifest.complete else set())
     if missing := expected - names:
         report.add(Finding("manifest.json", f"unit {min(missing)} is missing"))
-    per_unit = {unit: sorted(shard.rank for shard in manifest.shards if shard.unit == unit and shard.rank is not None) for unit in names}
-    for unit, ranks in per_unit.items():
-        if unit != "common" and ranks != sorted(manifest.ranks):
-            report.add(Finding("manifest.json", f"unit {unit} has shards of the ranks {ranks}, not of {list(manifest.ranks)}"))
+    per_unit = {name: sorted(shard.rank for shard in manifest.shards if shard.unit == name and shard.rank is not None) for name in names}
+    for name, ranks in per_unit.items():
+        if name != "common" and ranks != sorted(manifest.ranks):
+            report.add(Finding("manifest.json", f"unit {name} has shards of the ranks {ranks}, not of {list(manifest.ranks)}"))
     if manifest.complete and manifest.ranks != tuple(range(manifest.tp)):
         report.add(Finding("manifest.json", "says it is complete, but not all ranks are there"))
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from convert.checkpoint.identity import identify, identity_from_json
 from convert.checkpoint.source import Source, open_source
@@ -30,13 +31,11 @@ from convert.shards.manifest import Manifest, Shard, UnitInfo, read_manifest
 Progress = Callable[[int, int], None]
 
 
-def verify(
-    out: str | os.PathLike[str], source: str | None = None, *, threads: int | None = None, progress: Progress | None = None
-) -> Report:
+def verify(out: str | os.PathLike[str], source: str | None = None, *, threads: int | None = None, progress: Progress | None = None) -> Report:
     """Check a converted folder: structure, every digest, and that the inverse layout gives the source, every nibble and every scale.
 
-    Without `source` the digests kept in OUT stand for it; with it, the published files are read as well. Returns a Report; raises OutputError where OUT
-    cannot be checked at all, SourceError where `source` is not the one OUT was made from.
+    Without `source` the digests kept in OUT stand for it; with it, the published files are read as well. Returns a Report; raises
+    OutputError where OUT cannot be checked at all, SourceError where `source` is not the one OUT was made from.
     """
     folder = Path(out)
     if not folder.is_dir():
@@ -64,9 +63,7 @@ def _open_same(source: str, manifest: Manifest) -> Source:
 class _Data:
     """The pass over all tensor data."""
 
-    def __init__(
-        self, out: Path, manifest: Manifest, kept: KeptSource, source: Source | None, report: Report, good: set[str]
-    ) -> None:
+    def __init__(self, out: Path, manifest: Manifest, kept: KeptSource, source: Source | None, report: Report, good: set[str]) -> None:
         self._manifest, self._kept, self._source, self._report, self._good = manifest, kept, source, report, good
         self._reader = PieceReader(lambda path: out / path)
         self._piece_digests = (out / "digests.bin").read_bytes()
@@ -119,7 +116,8 @@ class _Data:
         expected = {t.name: (local, *t.shape) for t in layout.stacked(shape)}
         for (rank, name), item in held.items():
             if item.tensor.shape != expected.get(name.rpartition(".")[2]) or item.tensor.experts is None:
-                self._report.add(Finding(item.shard.path, f"{name} has the shape {list(item.tensor.shape)}, not that of its experts", unit.layer, rank=rank))
+                what = f"{name} has the shape {list(item.tensor.shape)}, not that of its experts"
+                self._report.add(Finding(item.shard.path, what, unit.layer, rank=rank))
                 return
         check = ExpertCheck(
             reader=self._reader, layout=layout, shape=shape, prefix=stacked[0].rpartition(".")[0], layer=unit.layer, held=held,
@@ -130,9 +128,10 @@ class _Data:
         for (rank, name), item in held.items():
             at = item.tensor.experts or 0
             if digest(self._piece_digests[at : at + 16 * local]).hex() != item.tensor.digest:
-                self._report.add(Finding(item.shard.path, f"{name}: its digest is not that of its experts' digests in digests.bin", unit.layer, rank=rank))
+                what = f"{name}: its digest is not that of its experts' digests in digests.bin"
+                self._report.add(Finding(item.shard.path, what, unit.layer, rank=rank))
         owned = sorted({expert for rank in {rank for rank, _ in held} for expert in range(rank // moe_tp * local, (rank // moe_tp + 1) * local)})
-        yield from (lambda expert=expert: check.check(expert) for expert in owned)  # type: ignore[misc]
+        yield from (partial(check.check, expert) for expert in owned)
 
     def _piece(self, stored: Stored, i: int) -> bytes:
         at = (stored.tensor.experts or 0) + 16 * i
@@ -158,12 +157,10 @@ class _Data:
         return value
 
     def _stream(self, name: str) -> bytes:
-        import xxhash
-
         rows, hasher = self._source_entry(name).shape[0], xxhash.xxh3_128()
         step = max(rows * (8 << 20) // self._source_entry(name).size, 1)
         for begin in range(0, rows, step):
-            hasher.update(np.ascontiguousarray(self._rows(name, begin, min(begin + step, rows))))
+            hasher.update(self._rows(name, begin, min(begin + step, rows)).data)
         return hasher.digest()
 
     def _source_entry(self, name: str):  # type: ignore[no-untyped-def]

@@ -13,7 +13,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
 
 
-class Size(click.ParamType):
+class Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     """`1500M`, `2GiB` or plain bytes."""
 
     name = "size"
@@ -28,7 +28,7 @@ class Size(click.ParamType):
         return int(float(match[1]) * _UNITS[match[2]])
 
 
-class Numbers(click.ParamType):
+class Numbers(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     """`3`, `0,4` or `1-3,7`: numbers and ranges, both ends included."""
 
     name = "numbers"
@@ -50,12 +50,14 @@ class Numbers(click.ParamType):
 
 def parallel_options(function: F) -> F:
     """--tp --ep --layers --ranks."""
-    for option in reversed((
-        click.option("--tp", type=click.IntRange(1), required=True, help="Number of ranks (GPUs) in all."),
-        click.option("--ep", type=click.IntRange(1), default=1, show_default=True, help="Groups the routed experts are split over; divides tp."),
-        click.option("--layers", type=Numbers(), help="Only these layers, such as 0,3-5 (without top and common)."),
-        click.option("--ranks", type=Numbers(), help="Only these ranks."),
-    )):
+    for option in reversed(
+        (
+            click.option("--tp", type=click.IntRange(1), required=True, help="Number of ranks (GPUs) in all."),
+            click.option("--ep", type=click.IntRange(1), default=1, show_default=True, help="Groups the routed experts are split over; divides tp."),
+            click.option("--layers", type=Numbers(), help="Only these layers, such as 0,3-5 (without top and common)."),
+            click.option("--ranks", type=Numbers(), help="Only these ranks."),
+        )
+    ):
         function = option(function)
     return function
 

@@ -13,9 +13,7 @@ from convert.cli.options import gigabytes, json_option, parallel_options
 @click.argument("out", required=False)
 @parallel_options
 @json_option
-def command(
-    source: str, out: str | None, tp: int, ep: int, layers: tuple[int, ...] | None, ranks: tuple[int, ...] | None, as_json: bool
-) -> None:
+def command(source: str, out: str | None, tp: int, ep: int, layers: tuple[int, ...] | None, ranks: tuple[int, ...] | None, as_json: bool) -> None:
     """Show what `convert` would write, from headers alone.
 
     SOURCE is the folder of a published checkpoint; with OUT the free space there is shown too. Nothing is written.

@@ -105,9 +105,7 @@ def align(
     device, count = flat.device, flat.numel()
     local = flat if expert_map is None else expert_map.long()[flat]
     bucket = torch.where(local < 0, num_experts, local)
-    sizes = torch.zeros(num_experts + 1, dtype=torch.long, device=device).scatter_add_(
-        0, bucket, torch.ones_like(bucket)
-    )
+    sizes = torch.zeros(num_experts + 1, dtype=torch.long, device=device).scatter_add_(0, bucket, torch.ones_like(bucket))
     blocks = (sizes + block_size - 1) // block_size
     blocks_end = blocks.cumsum(0)
     in_order, order = torch.sort(bucket, stable=True)

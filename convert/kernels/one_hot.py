@@ -27,24 +27,28 @@ def read_back(
     provider: Provider,
     matrix: Matrix,
     *,
-    experts_a_call: int = 8,
+    experts_a_call: int = 1,
     block_size: int = BLOCK_SIZE,
     flags: ReduceFlags = REPEATABLE,
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield (first expert, weights [n, K, N] as the kernel multiplies with them) for runs of `experts_a_call` experts.
 
-    An output takes n * K * N * 2 bytes. A bias of the matrix would be in every row; it is left out.
+    An output takes n * K * N * 2 bytes. One expert a call is the fastest on an H200 too: 0.26 ms for 7168 x 512, while 32 in
+    one call take 22 ms. A bias of the matrix would be in every row; it is left out.
     """
     device, size_k = matrix.words.device, matrix.size_k
     identity = torch.eye(size_k, dtype=matrix.scales.dtype, device=device)
     workspace = make_workspace(device)
     no_weights = torch.empty(0, dtype=torch.float32, device=device)
+    alignment: Alignment | None = None
+    listed = 0
     for start in range(0, matrix.words.shape[0], experts_a_call):
         part = slice(start, start + experts_a_call)
         zeros = None if matrix.zeros is None else matrix.zeros[part]
         run = Matrix(matrix.words[part], matrix.scales[part], matrix.kind, None, zeros)
         count = run.words.shape[0]
-        alignment = identity_alignment(size_k, count, device, block_size)
+        if alignment is None or count != listed:
+            alignment, listed = identity_alignment(size_k, count, device, block_size), count
         out = grouped_gemm(
             provider,
             identity,

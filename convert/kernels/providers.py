@@ -195,8 +195,7 @@ CANDIDATES = (
         "sglang",
         "sglang.kernels.ops.moe.moe_wna16_marlin",
         "sglang.kernels.ops.quantization.gptq_marlin_repack",
-        "CUDA 13: pip install 'marlin-convert[sglang]'; it compiles at first use and needs nvcc (CUDA_HOME set), "
-        "g++ with C++20 and ninja",
+        "CUDA 13: pip install 'marlin-convert[sglang]'; it compiles at first use and needs nvcc (CUDA_HOME set), g++ with C++20 and ninja",
     ),
     Candidate(
         "sglang.jit_kernel",

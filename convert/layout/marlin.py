@@ -62,9 +62,7 @@ def wrong_scale(marlin: Rows, source: Rows, group_size: int, size_k: int) -> tup
     """The (n, group) of the first scale at which the inverse of `marlin` is not `source`, or None."""
     order = scales.column_order(group_size, size_k)
     _check_shapes(source, marlin, order.size)
-    at = scales.first_wrong_scale(
-        marlin.flat, marlin.base, marlin.stride, source.rows, source.cols, order, source.flat, source.base, source.stride
-    )
+    at = scales.first_wrong_scale(marlin.flat, marlin.base, marlin.stride, source.rows, source.cols, order, source.flat, source.base, source.stride)
     return None if at < 0 else (at // source.cols, at % source.cols)
 
 

@@ -88,9 +88,7 @@ class MarlinU4B8:
             lambda target, source: marlin.unpack_scale_rows(target, source, shape.group_size, size_k),
         )
 
-    def mismatch(
-        self, shape: ExpertShape, projection: str, index: int, packed: Rows, scale: Rows, words: Rows, scales: Rows
-    ) -> str | None:
+    def mismatch(self, shape: ExpertShape, projection: str, index: int, packed: Rows, scale: Rows, words: Rows, scales: Rows) -> str | None:
         """Where the inverse differs from the source (padding included), in words; None where it does not."""
         from convert.layout import marlin
 

@@ -78,7 +78,5 @@ class Layout(Protocol):
     def unpack(self, shape: ExpertShape, projection: str, index: int, words: Rows, scales: Rows, packed: Rows, scale: Rows) -> None:
         """Inverse of `pack`: writes slice `index` of the whole source matrix. ValueError where padding is not zero."""
 
-    def mismatch(
-        self, shape: ExpertShape, projection: str, index: int, packed: Rows, scale: Rows, words: Rows, scales: Rows
-    ) -> str | None:
+    def mismatch(self, shape: ExpertShape, projection: str, index: int, packed: Rows, scale: Rows, words: Rows, scales: Rows) -> str | None:
         """Where the inverse of words and scales differs from the source, in words; None where it does not."""

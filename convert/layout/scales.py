@@ -26,9 +26,7 @@ def column_order(group_size: int, size_k: int) -> Order:
 
 
 @jit
-def pack_scales(
-    source: Flat, s_base: int, s_stride: int, size_n: int, groups: int, order: Order, marlin: Flat, m_base: int, m_stride: int
-) -> None:
+def pack_scales(source: Flat, s_base: int, s_stride: int, size_n: int, groups: int, order: Order, marlin: Flat, m_base: int, m_stride: int) -> None:
     """Fill Marlin scales [groups, size_n] from `weight_scale` rows [size_n, groups]; size_n must be a multiple of len(order)."""
     width = order.size
     for run in range(0, size_n, width):
@@ -39,9 +37,7 @@ def pack_scales(
 
 
 @jit
-def unpack_scales(
-    marlin: Flat, m_base: int, m_stride: int, size_n: int, groups: int, order: Order, source: Flat, s_base: int, s_stride: int
-) -> None:
+def unpack_scales(marlin: Flat, m_base: int, m_stride: int, size_n: int, groups: int, order: Order, source: Flat, s_base: int, s_stride: int) -> None:
     """Inverse of `pack_scales`."""
     width = order.size
     for run in range(0, size_n, width):
@@ -66,5 +62,5 @@ def first_wrong_scale(
             if differ != np.uint16(0):
                 for c in range(width):
                     if marlin[row + c] != source[s_base + (run + order[c]) * s_stride + group]:
-                        return (run + order[c]) * groups + group
+                        return int((run + order[c]) * groups + group)
     return -1

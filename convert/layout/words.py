@@ -104,9 +104,7 @@ def _load_words(marlin: Any, base: int, stride: int, run: int, words: Any) -> No
 
 
 @jit
-def pack_words(
-    source: Flat, s_base: int, s_stride: int, size_n: int, k_tiles: int, marlin: Flat, m_base: int, m_stride: int
-) -> None:
+def pack_words(source: Flat, s_base: int, s_stride: int, size_n: int, k_tiles: int, marlin: Flat, m_base: int, m_stride: int) -> None:
     """Fill Marlin words (uint64 pairs, [k_tiles, size_n]) from `weight_packed` rows (uint64, [size_n, k_tiles]).
 
     size_n must be a multiple of 64; source and destination must not overlap.
@@ -123,9 +121,7 @@ def pack_words(
 
 
 @jit
-def unpack_words(
-    marlin: Flat, m_base: int, m_stride: int, size_n: int, k_tiles: int, source: Flat, s_base: int, s_stride: int
-) -> None:
+def unpack_words(marlin: Flat, m_base: int, m_stride: int, size_n: int, k_tiles: int, source: Flat, s_base: int, s_stride: int) -> None:
     """Inverse of `pack_words`."""
     words = np.empty((64, RUN + 2), np.uint64)
     rows = np.empty((64, RUN + 2), np.uint64)
@@ -141,9 +137,7 @@ def unpack_words(
 
 
 @jit
-def first_wrong_word(
-    marlin: Flat, m_base: int, m_stride: int, size_n: int, k_tiles: int, source: Flat, s_base: int, s_stride: int
-) -> int:
+def first_wrong_word(marlin: Flat, m_base: int, m_stride: int, size_n: int, k_tiles: int, source: Flat, s_base: int, s_stride: int) -> int:
     """Unpack and compare with `source`: -1 where all agree, else n * k_tiles + kt of a row word that differs."""
     words = np.empty((64, RUN + 2), np.uint64)
     rows = np.empty((64, RUN + 2), np.uint64)

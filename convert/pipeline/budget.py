@@ -37,7 +37,7 @@ def choose_budget(plan: OutputPlan, source: Source, threads: int | None, memory:
         memory = min(memory, max(_physical_memory() // 2, 256 << 20))
     least = _need(plan, source, 1)
     if memory < least:
-        raise UsageError(f"--memory {memory} is too little: the largest single step needs {least} bytes ({-(-least >> 20)} MiB), the smallest that works")
+        raise UsageError(f"--memory {memory} is too little: the smallest that works is {-(-least >> 20)}MiB, for the largest single step")
     batch = BATCH
     while batch > 1 and _need(plan, source, batch) * threads > memory:
         batch //= 2

@@ -88,9 +88,7 @@ def convert(
         return _convert(opened, plan, folder, budget, verify, direct_io, progress)
 
 
-def _convert(
-    source: Source, plan: OutputPlan, out: Path, budget: Budget, verify: str, direct_io: bool, progress: Progress | None
-) -> Report:
+def _convert(source: Source, plan: OutputPlan, out: Path, budget: Budget, verify: str, direct_io: bool, progress: Progress | None) -> Report:
     """Everything under the lock."""
     identity, options, stages, work = identify(source), job_options(plan, verify), Stages(), WorkFolder(out)
     if (out / "manifest.json").exists():

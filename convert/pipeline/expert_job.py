@@ -166,9 +166,7 @@ def expert_jobs(work: UnitWork, source: Source, batch: int) -> list[ExpertJob]:
     return jobs
 
 
-def expert_job(
-    work: UnitWork, source: Source, plan: OutputPlan, prefix: str, first: int, count: int, ranks: tuple[int, ...]
-) -> ExpertJob:
+def expert_job(work: UnitWork, source: Source, plan: OutputPlan, prefix: str, first: int, count: int, ranks: tuple[int, ...]) -> ExpertJob:
     """One job."""
     names = tuple(name for expert in range(first, first + count) for name, _, _ in expert_tensors(prefix, expert, plan.shape))
     tensors = [source.tensors[name] for name in names]

@@ -69,12 +69,12 @@ class TensorJob:
                     tools.reader.read(reads, buffer)
                 chunk = buffer[reads.places[0] : reads.places[0] + (end - begin) * row_bytes].reshape(end - begin, row_bytes)
                 with tools.stages.time("hash", chunk.nbytes):
-                    whole.update(chunk)
+                    whole.update(chunk.data)
                 space = buffer[-(-reads.size // PAGE) * PAGE :]
                 for ranks in owners:
                     part = self._cut(tools, chunk, space, ranks, begin)
                     with tools.stages.time("hash", part.nbytes):
-                        parts[ranks].update(part)
+                        parts[ranks].update(part.data)
                 tools.progress(chunk.nbytes)
         self.work.source_digests[name] = whole.digest()
         for ranks, part_digest in parts.items():
@@ -96,7 +96,7 @@ class TensorJob:
         tp = self.work.plan.topology.tp
         local = rows // tp
         for owner in range(tp):
-            holders = [ranks for ranks in owners if ranks == (owner,)]
+            holders: list[Ranks] = [ranks for ranks in owners if ranks == (owner,)]
             for begin in range(owner * local, (owner + 1) * local, step):
                 yield begin, min(begin + step, (owner + 1) * local), holders
 

@@ -120,9 +120,7 @@ def _in_scope(unit: SourceUnit, wanted: Sequence[int] | None, layers: Sequence[i
     return wanted is None or unit.layer in layers
 
 
-def _unit(
-    unit: SourceUnit, layout: Layout, shape: ExpertShape, topology: Topology, local_experts: int, ranks: tuple[int, ...]
-) -> OutputUnit:
+def _unit(unit: SourceUnit, layout: Layout, shape: ExpertShape, topology: Topology, local_experts: int, ranks: tuple[int, ...]) -> OutputUnit:
     specs: list[tuple[TensorSpec, str | None]] = [
         (TensorSpec(tensor.name, tensor.dtype, tensor.local_shape(topology.tp)), _fused_name(tensor.name, tensor.fuse)) for tensor in unit.plain
     ]

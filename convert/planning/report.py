@@ -93,5 +93,5 @@ def _notes(source: Source) -> list[str]:
     odd = [module for module in modules if quantization.ignores(module)]
     notes = []
     if odd:
-        notes.append(f"{len(odd)} packed modules are named by the config's ignore list, such as {odd[0]}; they are converted, since packed weights decide")
+        notes.append(f"{len(odd)} packed modules, such as {odd[0]}, are in the config's ignore list; they are converted, since packed weights decide")
     return notes

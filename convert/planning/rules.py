@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from typing import Any
 
 import xxhash
 
@@ -82,7 +83,11 @@ def rules_digest() -> str:
 def load_rules() -> tuple[Rule, ...]:
     """The rules in load order."""
     entries = tomllib.loads(rules_bytes().decode())["tensor"]
-    return tuple(Rule(**{key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}) for entry in entries)
+    return tuple(Rule(**_frozen(entry)) for entry in entries)
+
+
+def _frozen(entry: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
 
 
 def expert_tensors(prefix: str, expert: int, shape: ExpertShape) -> Iterator[tuple[str, tuple[str, ...], tuple[int, ...]]]:
@@ -106,7 +111,8 @@ def source_units(source: Source, topology: Topology) -> list[SourceUnit]:
     for layer in range(model.layers):
         kind = "moe" if layer in model.moe_layers else "dense"
         at = f"{prefix}model.layers.{layer}."
-        plain, experts_at, experts_prefix = [], 0, None
+        plain: list[PlainTensor] = []
+        experts_at, experts_prefix = 0, None
         for rule in (rule for rule in load_rules() if rule.scope in ("layer", kind)):
             if rule.rule == "experts":
                 experts_at, experts_prefix = len(plain), at + rule.name

@@ -35,9 +35,7 @@ def describe_folder(out: Path) -> dict[str, Any]:
 def describe_file(path: Path) -> dict[str, Any]:
     """A safetensors file, from its header."""
     header = header_of(path)
-    tensors = [
-        {"tensor": t.name, "dtype": t.dtype, "shape": "x".join(map(str, t.shape)), "offset": t.offset, "size": t.size} for t in header.tensors
-    ]
+    tensors = [{"tensor": t.name, "dtype": t.dtype, "shape": "x".join(map(str, t.shape)), "offset": t.offset, "size": t.size} for t in header.tensors]
     return {"metadata": header.metadata, "bytes": header.size, "tensors": tensors}
 
 
@@ -69,8 +67,8 @@ def _describe(name: str, dtype: str, array: npt.NDArray[Any]) -> dict[str, Any]:
         return found
     values = as_float(dtype, array)
     if values is not None and values.size:
-        found |= {"minimum": float(values.min()), "maximum": float(values.max()), "zeros": int((values == 0).sum()), "first": values.reshape(-1)[:4].tolist()}
-        found["not finite"] = int((~np.isfinite(values)).sum())
+        found |= {"minimum": float(values.min()), "maximum": float(values.max()), "zeros": int((values == 0).sum())}
+        found |= {"not finite": int((~np.isfinite(values)).sum()), "first": values.reshape(-1)[:4].tolist()}
     return found
 
 

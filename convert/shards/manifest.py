@@ -143,8 +143,9 @@ def parse_manifest(raw: bytes, path: Path) -> Manifest:
     """The typed manifest of `raw`. Raises OutputError."""
     try:
         document = json.loads(raw, object_pairs_hook=_unique)
-        if (document["format"], document["format_version"]) != (FORMAT, FORMAT_VERSION):
-            raise OutputError(f"{path}: format {document['format']} version {document['format_version']}, this program reads {FORMAT} version {FORMAT_VERSION}")
+        found = f"{document['format']} version {document['format_version']}"
+        if found != f"{FORMAT} version {FORMAT_VERSION}":
+            raise OutputError(f"{path}: it is {found}, this program reads {FORMAT} version {FORMAT_VERSION}")
         return Manifest(
             document=document, tp=document["parallel"]["tp"], ep=document["parallel"]["ep"], ranks=tuple(document["ranks"]),
             layers=tuple(document["layers"]), complete=document["complete"], checks=document["checks"], layout_id=document["layout"]["id"],

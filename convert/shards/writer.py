@@ -45,7 +45,7 @@ class ShardFile:
 
     def write(self, data: npt.NDArray[Any], offset: int) -> None:
         """Write a contiguous array at `offset`. Whole pages go past the page cache; nobody else ever touches those pages."""
-        view = memoryview(data.reshape(-1).view(np.uint8))
+        view = data.reshape(-1).view(np.uint8).data
         aligned = offset % PAGE == 0 and len(view) % PAGE == 0 and data.ctypes.data % PAGE == 0
         try:
             if aligned and self.direct is not None:
