@@ -48,7 +48,10 @@ def pack_scale_rows(source: Rows, marlin: Rows, group_size: int, size_k: int) ->
     """Permute scales: source [N, G] -> marlin [G, N]; size_k is the K the GEMM is called with (after padding)."""
     order = scales.column_order(group_size, size_k)
     _check_shapes(source, marlin, order.size)
-    scales.pack_scales(source.flat, source.base, source.stride, source.rows, source.cols, order, marlin.flat, marlin.base, marlin.stride)
+    if order is scales.GROUPED and (wide := _in_fours(source, marlin)) is not None:
+        scales.pack_scale_words(*wide)
+    else:
+        scales.pack_scales(source.flat, source.base, source.stride, source.rows, source.cols, order, marlin.flat, marlin.base, marlin.stride)
 
 
 def unpack_scale_rows(marlin: Rows, source: Rows, group_size: int, size_k: int) -> None:
@@ -62,8 +65,19 @@ def wrong_scale(marlin: Rows, source: Rows, group_size: int, size_k: int) -> tup
     """The (n, group) of the first scale at which the inverse of `marlin` is not `source`, or None."""
     order = scales.column_order(group_size, size_k)
     _check_shapes(source, marlin, order.size)
+    if order is scales.GROUPED and (wide := _in_fours(source, marlin)) is not None and not scales.scale_words_differ(*wide):
+        return None
     at = scales.first_wrong_scale(marlin.flat, marlin.base, marlin.stride, source.rows, source.cols, order, source.flat, source.base, source.stride)
     return None if at < 0 else (at // source.cols, at % source.cols)
+
+
+def _in_fours(source: Rows, marlin: Rows) -> tuple[npt.NDArray[np.uint64], int, int, int, int, npt.NDArray[np.uint64], int, int] | None:
+    """The arguments of the 64-bit way, where all of both sides falls on whole aligned words."""
+    both = (source, marlin)
+    if any(rows.base % 4 or rows.stride % 4 or rows.cols % 4 or rows.flat.ctypes.data % 8 for rows in both):
+        return None
+    s, m = (rows.flat[: rows.flat.size // 4 * 4].view(np.uint64) for rows in both)
+    return s, source.base // 4, source.stride // 4, source.rows, source.cols // 4, m, marlin.base // 4, marlin.stride // 4
 
 
 def _check_shapes(source: Rows, marlin: Rows, unit: int) -> None:

@@ -7,6 +7,8 @@ has the bytes, lowest first,
 
     lo(b0) | lo(b1)<<4,  lo(b2) | lo(b3)<<4,  hi(b0) | hi(b1)<<4,  hi(b2) | hi(b3)<<4
 
+Seen as 64-bit words, that is a butterfly: four rounds in which two words exchange fields of 32, 4, 8 and 16 bits, each round its own inverse.
+
 This restates the tile and nibble order that the kernels `gptq_marlin_repack` and `moe_wna16_marlin_gemm` use; it is bit-exact against
 the real op. The arithmetic is on 64-bit words over a run of k-tiles, so that LLVM makes vector code of it.
 """
@@ -22,34 +24,48 @@ from convert.layout.jit import inline, jit
 
 Flat = npt.NDArray[np.uint64]
 
-#: k-tiles handled together: 512 bytes of a row; the block of words in between (32 KiB) stays in the first cache levels.
+#: k-tiles handled together: 512 bytes of a row; the block of words in between (32 KiB) stays in the first cache levels
 RUN = 64
 
 _NIBBLES = np.uint64(0x0F0F0F0F0F0F0F0F)
-_EVEN_BYTES = np.uint64(0x00FF00FF00FF00FF)
-_ODD_BYTES = np.uint64(0xFF00FF00FF00FF00)
-_LOW32 = np.uint64(0x00000000FFFFFFFF)
-_BYTES01 = np.uint64(0x000000000000FFFF)
-_BYTES23 = np.uint64(0x00000000FFFF0000)
-_BYTES45 = np.uint64(0x0000FFFF00000000)
-_BYTES67 = np.uint64(0xFFFF000000000000)
-_4, _8, _16, _28, _32 = (np.uint64(n) for n in (4, 8, 16, 28, 32))
+_BYTES = np.uint64(0x00FF00FF00FF00FF)
+_HALVES = np.uint64(0x0000FFFF0000FFFF)
+_WORDS = np.uint64(0x00000000FFFFFFFF)
+_4, _8, _16, _32 = (np.uint64(n) for n in (4, 8, 16, 32))
 
 
 @inline
-def _fold(row: Any) -> Any:
-    """A source word's nibbles as the bytes `lo(b0)|lo(b1)<<4` for j = 0..3, then `hi(b0)|hi(b1)<<4` for j = 0..3."""
-    low = row & _NIBBLES
-    high = (row >> _4) & _NIBBLES
-    return ((low | (low >> _28)) & _LOW32) | ((high | (high >> _28)) << _32)
+def swap(a: Any, b: Any, mask: Any, width: Any) -> Any:
+    """Transpose 2 x 2 blocks of `width` bits: the high field of each pair in `a` changes places with the low field in `b`. Its own inverse."""
+    return (a & mask) | ((b & mask) << width), ((a >> width) & mask) | (b & ~mask)
 
 
 @inline
-def _unfold(folded: Any) -> Any:
-    """Inverse of `_fold`."""
-    low = (folded & _LOW32) | ((folded & _LOW32) << _28)
-    high = (folded >> _32) | ((folded >> _32) << _28)
-    return (low & _NIBBLES) | ((high & _NIBBLES) << _4)
+def _mix(n0: Any, n8: Any, n16: Any, n24: Any) -> Any:
+    """Rows n, n+8 (a warp) and n+16, n+24 (the next) of one k-tile -> the words j = 0..3, the next warp's in the high 32 bits."""
+    n0, n16 = swap(n0, n16, _WORDS, _32)  # bytes 0..3 of both warps, bytes 4..7 of both
+    low, high = swap(n0, n16, _NIBBLES, _4)  # lo(b0)|lo(b1)<<4 and hi(b0)|hi(b1)<<4, for j = 0..3 and both warps
+    n8, n24 = swap(n8, n24, _WORDS, _32)
+    low8, high8 = swap(n8, n24, _NIBBLES, _4)
+    low_even, low_odd = swap(low, low8, _BYTES, _8)  # row n beside row n+8; even j, odd j
+    high_even, high_odd = swap(high, high8, _BYTES, _8)
+    j0, j2 = swap(low_even, high_even, _HALVES, _16)
+    j1, j3 = swap(low_odd, high_odd, _HALVES, _16)
+    return j0, j1, j2, j3
+
+
+@inline
+def _unmix(j0: Any, j1: Any, j2: Any, j3: Any) -> Any:
+    """Inverse of `_mix`: the same exchanges in the opposite order."""
+    low_even, high_even = swap(j0, j2, _HALVES, _16)
+    low_odd, high_odd = swap(j1, j3, _HALVES, _16)
+    low, low8 = swap(low_even, low_odd, _BYTES, _8)
+    high, high8 = swap(high_even, high_odd, _BYTES, _8)
+    n0, n16 = swap(low, high, _NIBBLES, _4)
+    n0, n16 = swap(n0, n16, _WORDS, _32)
+    n8, n24 = swap(low8, high8, _NIBBLES, _4)
+    n8, n24 = swap(n8, n24, _WORDS, _32)
+    return n0, n8, n16, n24
 
 
 @inline
@@ -58,22 +74,13 @@ def _block_to_words(source: Any, base: int, stride: int, run: int, words: Any) -
     for col in range(8):
         for half in range(2):  # warps 2*half and 2*half + 1 share a 64-bit word
             row = base + (32 * half + col) * stride
-            row8, row16, row24 = row + 8 * stride, row + 16 * stride, row + 24 * stride
+            n0 = source[row : row + run]
+            n8 = source[row + 8 * stride : row + 8 * stride + run]
+            n16 = source[row + 16 * stride : row + 16 * stride + run]
+            n24 = source[row + 24 * stride : row + 24 * stride + run]
             i = 8 * col + half
             for k in range(run):
-                n0 = _fold(source[row + k])
-                n8 = _fold(source[row8 + k])
-                even0 = (n0 & _EVEN_BYTES) | ((n8 & _EVEN_BYTES) << _8)  # j = 0, 2 of lo, then of hi
-                odd0 = ((n0 >> _8) & _EVEN_BYTES) | (n8 & _ODD_BYTES)  # j = 1, 3
-                n0 = _fold(source[row16 + k])
-                n8 = _fold(source[row24 + k])
-                even1 = (n0 & _EVEN_BYTES) | ((n8 & _EVEN_BYTES) << _8)
-                odd1 = ((n0 >> _8) & _EVEN_BYTES) | (n8 & _ODD_BYTES)
-                # j = 0, 1, 2, 3: the lower warp's word in the low half, the next warp's in the high half
-                words[i, k] = (even0 & _BYTES01) | ((even0 >> _16) & _BYTES23) | ((even1 & _BYTES01) << _32) | ((even1 << _16) & _BYTES67)
-                words[i + 2, k] = (odd0 & _BYTES01) | ((odd0 >> _16) & _BYTES23) | ((odd1 & _BYTES01) << _32) | ((odd1 << _16) & _BYTES67)
-                words[i + 4, k] = ((even0 >> _16) & _BYTES01) | ((even0 >> _32) & _BYTES23) | ((even1 << _16) & _BYTES45) | (even1 & _BYTES67)
-                words[i + 6, k] = ((odd0 >> _16) & _BYTES01) | ((odd0 >> _32) & _BYTES23) | ((odd1 << _16) & _BYTES45) | (odd1 & _BYTES67)
+                words[i, k], words[i + 2, k], words[i + 4, k], words[i + 6, k] = _mix(n0[k], n8[k], n16[k], n24[k])
 
 
 @inline
@@ -81,26 +88,18 @@ def _words_to_block(words: Any, run: int, rows: Any) -> None:
     """Inverse of `_block_to_words`: words[i, k] -> rows[n, k], 64 rows."""
     for col in range(8):
         for half in range(2):
-            row = 32 * half + col
-            i = 8 * col + half
+            n, i = 32 * half + col, 8 * col + half
             for k in range(run):
-                j0, j1, j2, j3 = words[i, k], words[i + 2, k], words[i + 4, k], words[i + 6, k]
-                even = (j0 & _BYTES01) | ((j0 & _BYTES23) << _16) | ((j2 & _BYTES01) << _16) | ((j2 & _BYTES23) << _32)
-                odd = (j1 & _BYTES01) | ((j1 & _BYTES23) << _16) | ((j3 & _BYTES01) << _16) | ((j3 & _BYTES23) << _32)
-                rows[row, k] = _unfold((even & _EVEN_BYTES) | ((odd & _EVEN_BYTES) << _8))
-                rows[row + 8, k] = _unfold(((even >> _8) & _EVEN_BYTES) | (odd & _ODD_BYTES))
-                even = ((j0 >> _32) & _BYTES01) | ((j0 >> _16) & _BYTES45) | ((j2 >> _16) & _BYTES23) | (j2 & _BYTES67)
-                odd = ((j1 >> _32) & _BYTES01) | ((j1 >> _16) & _BYTES45) | ((j3 >> _16) & _BYTES23) | (j3 & _BYTES67)
-                rows[row + 16, k] = _unfold((even & _EVEN_BYTES) | ((odd & _EVEN_BYTES) << _8))
-                rows[row + 24, k] = _unfold(((even >> _8) & _EVEN_BYTES) | (odd & _ODD_BYTES))
+                rows[n, k], rows[n + 8, k], rows[n + 16, k], rows[n + 24, k] = _unmix(words[i, k], words[i + 2, k], words[i + 4, k], words[i + 6, k])
 
 
 @inline
 def _load_words(marlin: Any, base: int, stride: int, run: int, words: Any) -> None:
     """Transpose `run` runs of 64 word pairs at marlin[base] into words[i, k]."""
     for k in range(run):
+        row = marlin[base + k * stride : base + k * stride + 64]
         for i in range(64):
-            words[i, k] = marlin[base + k * stride + i]
+            words[i, k] = row[i]
 
 
 @jit
@@ -115,9 +114,10 @@ def pack_words(source: Flat, s_base: int, s_stride: int, size_n: int, k_tiles: i
             run = min(RUN, k_tiles - first)
             _block_to_words(source, s_base + block * s_stride + first, s_stride, run, words)
             for k in range(run):
-                row = m_base + (first + k) * m_stride + block
+                at = m_base + (first + k) * m_stride + block
+                row = marlin[at : at + 64]
                 for i in range(64):
-                    marlin[row + i] = words[i, k]
+                    row[i] = words[i, k]
 
 
 @jit
@@ -131,9 +131,28 @@ def unpack_words(marlin: Flat, m_base: int, m_stride: int, size_n: int, k_tiles:
             _load_words(marlin, m_base + first * m_stride + block, m_stride, run, words)
             _words_to_block(words, run, rows)
             for n in range(64):
-                row = s_base + (block + n) * s_stride + first
+                at = s_base + (block + n) * s_stride + first
+                row = source[at : at + run]
                 for k in range(run):
-                    source[row + k] = rows[n, k]
+                    row[k] = rows[n, k]
+
+
+@inline
+def _block_differs(words: Any, source: Any, base: int, stride: int, run: int) -> Any:
+    """All bits in which the rows that `words` unpacks to differ from 64 rows of `source`, or-ed together."""
+    differ = np.uint64(0)
+    for col in range(8):
+        for half in range(2):
+            row = base + (32 * half + col) * stride
+            n0 = source[row : row + run]
+            n8 = source[row + 8 * stride : row + 8 * stride + run]
+            n16 = source[row + 16 * stride : row + 16 * stride + run]
+            n24 = source[row + 24 * stride : row + 24 * stride + run]
+            i = 8 * col + half
+            for k in range(run):
+                m0, m8, m16, m24 = _unmix(words[i, k], words[i + 2, k], words[i + 4, k], words[i + 6, k])
+                differ |= (m0 ^ n0[k]) | (m8 ^ n8[k]) | (m16 ^ n16[k]) | (m24 ^ n24[k])
+    return differ
 
 
 @jit
@@ -144,15 +163,12 @@ def first_wrong_word(marlin: Flat, m_base: int, m_stride: int, size_n: int, k_ti
     for block in range(0, size_n, 64):
         for first in range(0, k_tiles, RUN):
             run = min(RUN, k_tiles - first)
+            base = s_base + block * s_stride + first
             _load_words(marlin, m_base + first * m_stride + block, m_stride, run, words)
-            _words_to_block(words, run, rows)
-            for n in range(64):
-                row = s_base + (block + n) * s_stride + first
-                differ = np.uint64(0)
-                for k in range(run):
-                    differ |= source[row + k] ^ rows[n, k]
-                if differ != np.uint64(0):
+            if _block_differs(words, source, base, s_stride, run) != np.uint64(0):
+                _words_to_block(words, run, rows)
+                for n in range(64):
                     for k in range(run):
-                        if source[row + k] != rows[n, k]:
+                        if source[base + n * s_stride + k] != rows[n, k]:
                             return (block + n) * k_tiles + first + k
     return -1
