@@ -120,11 +120,15 @@ class ExpertCheck:
             for kind, matrix, stacked in (("weight_packed", packed, words_name), ("weight_scale", scale, scales_name)):
                 name = self._name(expert, projection, kind)
                 expected, found = self.expected(name), digest(matrix)
-                if expected is None or found == expected:
+                if expected is None:
+                    self._add(expert, projection, None, f"source/digests.bin has no digest of {kind}")
+                    continue
+                if found == expected:
                     continue
                 full = f"{self.prefix}.{stacked}"
                 culprits = {(rank, full) for rank in ranks if (rank, full) in damaged}
                 wrong[projection, kind] = culprits
+                culprits = culprits or {(rank, full) for rank in dirty}
                 hint = whose(self.holders(found)) or self._swapped(expert, kind, ranks, matrices, projection, {r for r, _ in culprits})
                 for rank, stacked_name in sorted(culprits):
                     hint = hint or self._whose_piece(rank, stacked_name, pieces)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def read_kept_source(out: Path, manifest: Manifest) -> KeptSource:
         config = json.loads(config_bytes)
         blob = (out / "source" / "digests.bin").read_bytes()
         model = parse_config(config)
-    except (OSError, ValueError, EOFError, KeyError, TypeError, ConvertError) as error:
+    except (OSError, ValueError, EOFError, zlib.error, KeyError, TypeError, ConvertError) as error:
         raise OutputError(f"{out}/source: {error}; what is kept of the source is damaged, so nothing can be proven: convert again") from error
     entries = [entry for header in headers for entry in header.tensors]
     if len(blob) != 16 * len(entries):

@@ -33,6 +33,14 @@ def expected_origin(name: str) -> Origin:
     return Origin(name, "replicate", None, None, (name,))
 
 
+def fused_pairs() -> tuple[tuple[str, str, str], ...]:
+    """Neighbours that may be read as one: the two endings of their names, and that of the view."""
+    return (
+        ("self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", "self_attn.fused_qkv_a_proj_with_mqa.weight"),
+        ("gate_proj.weight", "up_proj.weight", "gate_up_proj.weight"),
+    )
+
+
 def expert_owner(expert: int, experts: int, tp: int, ep: int) -> range:
     """The ranks that hold slices of an expert, in slice order."""
     group = expert // (experts // ep)

@@ -14,12 +14,13 @@ import xxhash
 
 from convert.checkpoint.identity import identify, identity_from_json
 from convert.checkpoint.source import Source, open_source
+from convert.checks.derived import check_manifest
 from convert.checks.experts import ExpertCheck
 from convert.checks.kept_source import ZEROS, KeptSource, read_kept_source
 from convert.checks.origins import expert_owner
 from convert.checks.plain import Stored, check_plain
 from convert.checks.report import Finding, Report
-from convert.checks.structural import check_coverage, check_documents, check_listed_files, check_shard
+from convert.checks.structural import check_coverage, check_documents, check_listed_files, check_shard, check_small_files
 from convert.errors import OutputError, SourceError, UsageError
 from convert.files import digest, machine_errors
 from convert.layout.moe import LAYOUTS
@@ -46,8 +47,11 @@ def verify(out: str | os.PathLike[str], source: str | None = None, *, threads: i
         kept = read_kept_source(folder, manifest)
         check_listed_files(folder, manifest, report)
         check_documents(manifest, kept, folder, report)
+        check_manifest(manifest, kept, report)
         check_coverage(manifest, kept, report)
         opened = None if source is None else _open_same(source, manifest)
+        if opened is not None:
+            check_small_files(folder, opened, report)
         good = {shard.path for shard in manifest.shards if check_shard(folder, manifest, shard, kept.model.experts, report)}
         _Data(folder, manifest, kept, opened, report, good).run(threads or os.cpu_count() or 1, progress)
     return report
@@ -66,7 +70,8 @@ class _Data:
     def __init__(self, out: Path, manifest: Manifest, kept: KeptSource, source: Source | None, report: Report, good: set[str]) -> None:
         self._manifest, self._kept, self._source, self._report, self._good = manifest, kept, source, report, good
         self._reader = PieceReader(lambda path: out / path)
-        self._piece_digests = (out / "digests.bin").read_bytes()
+        sidecar = out / "digests.bin"  # where it is missing, that was found already, and no expert has its digest
+        self._piece_digests = sidecar.read_bytes() if sidecar.is_file() else b""
         self._bytes_of = lru_cache(maxsize=16)(self._read_source)
         if manifest.layout_id not in LAYOUTS:
             raise OutputError(f"{out}: the layout {manifest.layout_id} is not one this program knows")

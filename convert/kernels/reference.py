@@ -91,15 +91,11 @@ def _operand(experts: _Experts, expert: int) -> Tensor:
     dtype = experts.scales.dtype
     size_k, groups = experts.size_k, experts.scales.shape[1]
     codes = decode_weight(experts.words[expert], experts.kind.num_bits, size_k, experts.size_n).to(dtype)
-    if experts.g_idx is not None and not experts.is_k_full:
-        group_of = experts.g_idx[expert].long()
-    else:
-        # A full K sorted by group: rows of a group are neighbours, so g_idx is not looked at.
-        group_of = torch.arange(size_k) // (size_k // groups)
-    if experts.zeros is not None:
-        codes = codes - decode_zero_points(experts.zeros[expert]).to(dtype)[group_of]
-    else:
-        codes = codes - experts.kind.bias
+    # A full K is sorted by group: rows of a group are neighbours, and g_idx is not looked at.
+    g_idx = None if experts.is_k_full else experts.g_idx
+    group_of = torch.arange(size_k) // (size_k // groups) if g_idx is None else g_idx[expert].long()
+    zero = experts.kind.bias if experts.zeros is None else decode_zero_points(experts.zeros[expert]).to(dtype)[group_of]
+    codes = codes - zero
     return codes if experts.channelwise else codes * decode_scales(experts.scales[expert], False)[group_of]
 
 

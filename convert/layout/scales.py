@@ -137,4 +137,4 @@ def scale_words_differ(source: Flat64, s_base: int, s_stride: int, size_n: int, 
                 for k in range(count):
                     c0, c1, c2, c3 = _transpose(words[q, k], words[16 + q, k], words[32 + q, k], words[48 + q, k])
                     differ |= (c0 ^ r0[k]) | (c1 ^ r1[k]) | (c2 ^ r2[k]) | (c3 ^ r3[k])
-    return differ != np.uint64(0)
+    return bool(differ != np.uint64(0))

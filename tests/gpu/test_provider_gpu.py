@@ -59,9 +59,7 @@ def provider() -> Provider:
 def _random_experts(num_experts: int, size_k: int, size_n: int, kind: QuantType, group_size: int) -> Matrix:
     """Random words are random codes in any layout; scales around 1/64."""
     generator = torch.Generator().manual_seed(size_k * 7 + size_n)
-    words = torch.randint(
-        -(2**31), 2**31, (num_experts, size_k // 16, size_n * kind.num_bits // 2), generator=generator
-    ).to(torch.int32)
+    words = torch.randint(-(2**31), 2**31, (num_experts, size_k // 16, size_n * kind.num_bits // 2), generator=generator).to(torch.int32)
     groups = 1 if group_size == -1 else size_k // group_size
     scales = (torch.rand(num_experts, groups, size_n, generator=generator) + 0.5) / 64
     return Matrix(words, scales.to(torch.bfloat16), kind)
@@ -151,9 +149,7 @@ def test_identity_reads_back_the_published_weights(provider: Provider, flags: Re
     [(UINT4B8, 32), (UINT4B8, 64), (UINT4B8, 128), (UINT4B8, -1), (UINT8B128, 32), (UINT8B128, -1)],
 )
 @pytest.mark.parametrize(("size_k", "size_n"), [(1024, 512), (256, 1024), (64, 128)])
-def test_the_model_equals_the_kernel(
-    provider: Provider, kind: QuantType, group_size: int, size_k: int, size_n: int
-) -> None:
+def test_the_model_equals_the_kernel(provider: Provider, kind: QuantType, group_size: int, size_k: int, size_n: int) -> None:
     group_size = group_size if group_size < size_k else -1
     matrix = _random_experts(6, size_k, size_n, kind, group_size)
     generator = torch.Generator().manual_seed(1)

@@ -43,11 +43,7 @@ def _all() -> Family:
 
 def family(prefix: str, device: str = "cpu") -> Family:
     """The tensors `<prefix>.<name>` by name, copied so that a test may change them."""
-    return {
-        key.removeprefix(prefix + "."): tensor.clone().to(device)
-        for key, tensor in _all().items()
-        if key.startswith(prefix + ".")
-    }
+    return {key.removeprefix(prefix + "."): tensor.clone().to(device) for key, tensor in _all().items() if key.startswith(prefix + ".")}
 
 
 def family_names() -> set[str]:
@@ -96,9 +92,7 @@ def run_gemm(provider: Provider, tensors: Family, kind: QuantType, c: Tensor | N
 def repack_golden(provider: Provider, tensors: Family, num_bits: int) -> Tensor:
     """The repack that a repack.* or repack_perm.* family records: from weight_packed [N, K*bits/32]."""
     size_n, words = tensors["ct"].shape
-    return provider.repack(
-        tensors["ct"].t().contiguous(), tensors.get("perm"), words * 32 // num_bits, size_n, num_bits
-    )
+    return provider.repack(tensors["ct"].t().contiguous(), tensors.get("perm"), words * 32 // num_bits, size_n, num_bits)
 
 
 def published_weights(ct: Tensor, scale_ct: Tensor, num_bits: int = 4) -> Tensor:

@@ -23,9 +23,7 @@ def _read(matrix: Matrix, **options: int) -> torch.Tensor:
 def test_identity_reads_back_the_published_weights(name: str, options: dict[str, int]) -> None:
     golden = family("moe_m5")
     scale = "s" + name.removeprefix("w")
-    published = [
-        published_weights(ct, scales) for ct, scales in zip(golden[f"{name}_ct"], golden[f"{scale}_ct"], strict=True)
-    ]
+    published = [published_weights(ct, scales) for ct, scales in zip(golden[f"{name}_ct"], golden[f"{scale}_ct"], strict=True)]
     read = _read(Matrix(golden[f"{name}_marlin"], golden[f"{scale}_marlin"]), **options)
     assert read.equal(torch.stack(published))
 

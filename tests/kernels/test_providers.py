@@ -112,9 +112,7 @@ def test_sglang_is_found_at_either_path_and_fed_by_keyword(fake_gpu: pytest.Monk
 
 def test_the_flat_op_takes_the_type_as_a_number(fake_gpu: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
-    ops = types.SimpleNamespace(
-        moe_wna16_marlin_gemm=lambda *args: calls.append(args), gptq_marlin_repack=lambda *args: args
-    )
+    ops = types.SimpleNamespace(moe_wna16_marlin_gemm=lambda *args: calls.append(args), gptq_marlin_repack=lambda *args: args)
     fake_gpu.setitem(sys.modules, "sgl_kernel", _module("sgl_kernel"))
     fake_gpu.setattr(torch.ops, "sgl_kernel", ops, raising=False)
     provider = load("sgl_kernel")
@@ -128,9 +126,7 @@ def test_a_package_that_lost_the_kernel_or_breaks_on_import_is_a_reason(fake_gpu
     fake_gpu.setitem(sys.modules, "sglang", _module("sglang"))
     by_name = {report.name: report for report in probe()}
     assert "no longer has the kernel" in by_name["sgl_kernel"].reason
-    assert by_name["sglang.kernels"].reason.startswith(
-        "sglang.kernels.ops.moe.moe_wna16_marlin does not load: ModuleNotFoundError: No module named"
-    )
+    assert by_name["sglang.kernels"].reason.startswith("sglang.kernels.ops.moe.moe_wna16_marlin does not load: ModuleNotFoundError: No module named")
     assert not any(report.available for report in by_name.values())
 
 

@@ -132,9 +132,7 @@ def _rows_apart(lane: int, register: int, half: int) -> tuple[int, int]:
         ("zero_point_reads", fragments.grouped_scale_reads, None),
     ],
 )
-def test_a_wrong_thread_order_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, target: str, mutant: Callable[..., object], table: str | None
-) -> None:
+def test_a_wrong_thread_order_is_noticed(monkeypatch: pytest.MonkeyPatch, target: str, mutant: Callable[..., object], table: str | None) -> None:
     """Mutants of the model: with any of them at least one golden GEMM is far off."""
     if table is not None:
         monkeypatch.setattr(fragments, table, getattr(fragments, table).__wrapped__)
@@ -170,9 +168,7 @@ def test_act_order_follows_perm_and_for_a_part_of_k_the_group_of_each_row() -> N
     # Groups of 32 rows in order: naming each row's group says the same as counting rows.
     out = _call(tensors, is_k_full=False)
     assert out.equal(_call(tensors))
-    assert not _call({**tensors, "g_idx_sorted": tensors["g_idx_sorted"].flip(1).contiguous()}, is_k_full=False).equal(
-        out
-    )
+    assert not _call({**tensors, "g_idx_sorted": tensors["g_idx_sorted"].flip(1).contiguous()}, is_k_full=False).equal(out)
 
 
 def _call(tensors: dict[str, torch.Tensor], **changes: object) -> torch.Tensor:
@@ -266,9 +262,7 @@ def test_given_output_is_filled_and_blocks_of_other_ranks_leave_it_alone() -> No
         ({"c": torch.zeros(5, 128, dtype=torch.bfloat16)}, {}, "c has shape (5, 128)"),
     ],
 )
-def test_what_the_kernel_does_not_take_is_refused(
-    changed: dict[str, torch.Tensor], arguments: dict[str, object], message: str
-) -> None:
+def test_what_the_kernel_does_not_take_is_refused(changed: dict[str, torch.Tensor], arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=r"\w") as caught:
         _call({**family("gemm.u4b8_g128"), **changed}, **arguments)
     assert message in str(caught.value)

@@ -1,0 +1,122 @@
+"""One converted layer as the kernel check sees it: where each rank's experts lie, and where their originals come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from convert.buffers import aligned_buffer
+from convert.checkpoint.source import Source
+from convert.layout.protocol import PROJECTIONS, ExpertShape, Layout
+from convert.layout.rows import Rows
+from convert.reads import Piece, PieceReader, plan_reads
+
+Bytes = npt.NDArray[np.uint8]
+#: (packed int32 [N, K/8], scale uint16 [N, K/g]) per projection
+Original = dict[str, tuple[npt.NDArray[np.int32], npt.NDArray[np.uint16]]]
+
+
+@dataclass(frozen=True)
+class LayerFiles:
+    """A layer's stacked tensors on all ranks at hand: `place(rank, name)` is (path inside OUT, offset of the tensor)."""
+
+    out: Path
+    layer: int
+    prefix: str
+    layout: Layout
+    shape: ExpertShape
+    experts: int
+    tp: int
+    ep: int
+    ranks: tuple[int, ...]
+    place: Callable[[int, str], tuple[str, int]]
+
+    @property
+    def moe_tp(self) -> int:
+        """Slices of one expert."""
+        return self.tp // self.ep
+
+    def owned(self, rank: int) -> range:
+        """The experts of a rank."""
+        local = self.experts // self.ep
+        return range(rank // self.moe_tp * local, (rank // self.moe_tp + 1) * local)
+
+    def read(self, rank: int, experts: range) -> dict[str, Bytes]:
+        """Stored bytes of consecutive experts of a rank, per stacked tensor name (without prefix)."""
+        first = self.owned(rank).start
+        names, pieces = [], []
+        for tensor in self.layout.stacked(self.shape):
+            size = int(np.prod(tensor.shape)) * (4 if tensor.dtype == "I32" else 2)
+            path, offset = self.place(rank, f"{self.prefix}.{tensor.name}")
+            names.append(tensor.name)
+            pieces.append(Piece(path, offset + (experts.start - first) * size, len(experts) * size))
+        return dict(zip(names, read_pieces(PieceReader(lambda path: self.out / path, direct=False), pieces), strict=True))
+
+
+def read_pieces(reader: PieceReader, pieces: Sequence[Piece]) -> list[Bytes]:
+    """The bytes of each piece, as views of one buffer."""
+    plan = plan_reads(list(pieces))
+    buffer = aligned_buffer(plan.size)
+    files = {piece.file for piece in pieces}
+    reader.open_files(files)
+    try:
+        reader.read(plan, buffer)
+    finally:
+        reader.close_files(files)
+    return [buffer[at : at + piece.size] for at, piece in zip(plan.places, pieces, strict=True)]
+
+
+Originals = Callable[[range], list[Original]]
+
+
+def originals_from_source(source: Source, files: LayerFiles) -> Originals:
+    """The published matrices, read from the checkpoint."""
+
+    def read(experts: range) -> list[Original]:
+        names = [
+            f"{files.prefix}.{expert}.{projection}.{kind}"
+            for expert in experts
+            for projection in PROJECTIONS
+            for kind in ("weight_packed", "weight_scale")
+        ]
+        places = [source.tensors[name] for name in names]
+        data = read_pieces(PieceReader(source.path, direct=False), [Piece(p.file, p.entry.offset, p.entry.size) for p in places])
+        arrays = iter(data)
+        return [{projection: _matrix(files.shape, projection, next(arrays), next(arrays)) for projection in PROJECTIONS} for _ in experts]
+
+    return read
+
+
+def originals_restored(files: LayerFiles) -> Originals:
+    """The matrices restored from all ranks' shards by the inverse layout: what is left of them when the source is gone."""
+
+    def read(experts: range) -> list[Original]:
+        result: list[Original] = [{} for _ in experts]
+        group = experts.start // (files.experts // files.ep)
+        ranks = range(group * files.moe_tp, (group + 1) * files.moe_tp)
+        pieces = {rank: files.read(rank, experts) for rank in ranks}
+        shapes = {tensor.name: tensor.shape for tensor in files.layout.stacked(files.shape)}
+        for i in range(len(experts)):
+            for projection in PROJECTIONS:
+                out, inputs = files.shape.matrix(projection)
+                packed, scale = np.zeros((out, inputs // 16), np.uint64), np.zeros((out, inputs // files.shape.group_size), np.uint16)
+                words, scales = files.layout.targets(projection)
+                for index, rank in enumerate(ranks):
+                    w = pieces[rank][words].view(np.uint64).reshape(len(experts), shapes[words][0], -1)[i]
+                    s = pieces[rank][scales].view(np.uint16).reshape(len(experts), shapes[scales][0], -1)[i]
+                    files.layout.unpack(files.shape, projection, index, Rows.of(w), Rows.of(s), Rows.of(packed), Rows.of(scale))
+                result[i][projection] = (packed.view(np.int32), scale)
+        return result
+
+    return read
+
+
+def _matrix(shape: ExpertShape, projection: str, packed: Bytes, scale: Bytes) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint16]]:
+    out, inputs = shape.matrix(projection)
+    aligned_packed = packed if packed.ctypes.data % 4 == 0 else packed.copy()
+    aligned_scale = scale if scale.ctypes.data % 2 == 0 else scale.copy()
+    return aligned_packed.view(np.int32).reshape(out, inputs // 8), aligned_scale.view(np.uint16).reshape(out, inputs // shape.group_size)

@@ -1,0 +1,157 @@
+"""`verify --kernel`: the layers of a converted folder, one after the other."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from convert.checkpoint.config import ModelConfig
+from convert.checkpoint.identity import identify, identity_from_json
+from convert.checkpoint.source import Source, open_source
+from convert.checks.kept_source import read_kept_source
+from convert.checks.kernel.layer import LayerFiles, originals_from_source, originals_restored
+from convert.checks.kernel.layer_check import LayerCheck, Scope, sampled
+from convert.checks.kernel.results import KernelReport
+from convert.errors import MachineError, SourceError, UsageError
+from convert.kernels.providers import Provider, load
+from convert.layout.moe import LAYOUTS
+from convert.layout.protocol import ExpertShape
+from convert.shards.manifest import Manifest, UnitInfo, read_manifest
+
+TOKENS = (1, 9, 90, 330)
+Progress = Callable[[int, int], None]
+
+
+def verify_kernel(
+    out: str | os.PathLike[str],
+    source: str | None = None,
+    *,
+    layers: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
+    experts: Sequence[int] | None = None,
+    sample: int | None = None,
+    tokens: Sequence[int] = TOKENS,
+    device: str = "cuda",
+    provider: str | None = None,
+    progress: Progress | None = None,
+) -> KernelReport:
+    """Run the Marlin MoE kernel on converted shards against the dequantized originals.
+
+    One-hot activations make the kernel read back every weight (all experts, or `experts`, or `sample` of them), compared bit for bit;
+    random ones give each expert's error, and for `tokens` the fused MoE over all ranks. `device` "cpu" means the reference provider.
+    Originals come from `source`, else are restored from all ranks' shards.
+
+    Raises UsageError for a scope that is not there, MachineError where no kernel loads, SourceError for another source, OutputError.
+    """
+    folder, manifest = Path(out), read_manifest(Path(out))
+    refuse_known_wrong(manifest)
+    chosen = load_provider(device, provider)
+    opened = None if source is None else _open_same(source, manifest)
+    model = opened.model if opened is not None else read_kept_source(folder, manifest).model
+    report = KernelReport(environment=environment(chosen, manifest))
+    units = [unit for unit in manifest.units if unit.layer is not None and any(origin.rule == "experts" for origin in unit.tensors)]
+    wanted = _subset("layer", layers, [unit.layer for unit in units if unit.layer is not None])
+    on_ranks = _subset("rank", ranks, list(manifest.ranks))
+    scope_experts = None if experts is None else tuple(_subset("expert", experts, list(range(model.experts))))
+    if sample is not None:
+        scope_experts = sampled(scope_experts or range(model.experts), sample)
+    if opened is None and manifest.ranks != tuple(range(manifest.tp)):
+        raise UsageError("not all ranks are in this folder, so the originals cannot be restored from it; give --source")
+    top_k = int(model.text.get("num_experts_per_tok", 8))
+    scope = Scope(tuple(on_ranks), scope_experts, tuple(tokens), top_k)
+    for done, unit in enumerate(unit for unit in units if unit.layer in wanted):
+        if progress is not None:
+            progress(done, len(wanted))
+        files = manifest_files(folder, manifest, unit, model)
+        check_layer(files, opened, chosen, device, scope, report)
+    if progress is not None:
+        progress(len(wanted), len(wanted))
+    return report
+
+
+def check_layer(files: LayerFiles, source: Source | None, provider: Provider, device: str, scope: Scope, report: KernelReport) -> None:
+    """Check one layer into `report`."""
+    originals = originals_restored(files) if source is None else originals_from_source(source, files)
+    begin = time.perf_counter()
+    try:
+        with torch.inference_mode():
+            LayerCheck(files, originals, provider, torch.device(device), scope, report).run()
+    except torch.OutOfMemoryError as error:
+        raise MachineError(f"the GPU has too little memory for a layer's shards ({error}); give fewer --ranks, or --tokens 0") from error
+    report.seconds["total"] = report.seconds.get("total", 0.0) + time.perf_counter() - begin
+
+
+def refuse_known_wrong(manifest: Manifest) -> None:
+    """Raise UsageError for a weight type that the kernel itself gets wrong, so that no one takes its error for ours."""
+    if not manifest.document["layout"]["symmetric"] and manifest.document["layout"]["num_bits"] == 4 and manifest.group_size == 32:
+        raise UsageError("the kernel of sglang 0.5.12 to 0.5.23 computes asymmetric 4 bit at group 32 wrongly; there is nothing to check against")
+
+
+def load_provider(device: str, name: str | None) -> Provider:
+    """The provider for a device; the CPU's is the reference."""
+    try:
+        if torch.device(device).type == "cuda" and not torch.cuda.is_available() and name != "reference":
+            raise MachineError(f"torch {torch.__version__} sees no CUDA GPU; run `marlin-convert doctor`, or check slowly with --device cpu")
+        provider = load("reference" if torch.device(device).type == "cpu" and name is None else name)
+    except (RuntimeError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    if provider.device != torch.device(device).type:
+        raise UsageError(f"the provider {provider.name} works on {provider.device}, not on {device}")
+    return provider
+
+
+def manifest_files(out: Path, manifest: Manifest, unit: UnitInfo, model: ModelConfig) -> LayerFiles:
+    """A layer of a finished folder."""
+    places = {
+        (shard.rank, tensor.name): (shard.path, tensor.offset) for shard in manifest.shards if shard.unit == unit.name for tensor in shard.tensors
+    }
+    prefix = next(origin.tensor for origin in unit.tensors if origin.rule == "experts").rpartition(".")[0]
+    shape = ExpertShape(model.hidden, model.moe_intermediate, manifest.group_size, manifest.tp // manifest.ep)
+    return LayerFiles(
+        out=out,
+        layer=unit.layer or 0,
+        prefix=prefix,
+        layout=LAYOUTS[manifest.layout_id],
+        shape=shape,
+        experts=model.experts,
+        tp=manifest.tp,
+        ep=manifest.ep,
+        ranks=manifest.ranks,
+        place=lambda rank, name: places[rank, name],
+    )
+
+
+def environment(provider: Provider, manifest: Manifest) -> dict[str, Any]:
+    """What ran, for the report."""
+    found: dict[str, Any] = {"provider": provider.name, "torch": torch.__version__, "layout": manifest.layout_id, "source": manifest.source_id}
+    found |= {"tp": manifest.tp, "ep": manifest.ep}
+    for package in ("marlin-convert", "sglang", "sgl-kernel", "apache-tvm-ffi"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        found |= {"gpu": torch.cuda.get_device_name(), "capability": f"{major}.{minor}", "cuda": torch.version.cuda}
+    return found
+
+
+def _open_same(source: str, manifest: Manifest) -> Source:
+    opened = open_source(source)
+    if (difference := identity_from_json(manifest.document["source"]).difference(identify(opened))) is not None:
+        raise SourceError(f"{source} is not what this output was made from: {difference}")
+    return opened
+
+
+def _subset(what: str, wanted: Sequence[int] | None, present: Sequence[int]) -> Sequence[int]:
+    if wanted is None:
+        return present
+    if absent := sorted(set(wanted) - set(present)):
+        raise UsageError(f"there is no {what} {absent[0]} to check here; there are {present[0]} to {present[-1]}")
+    return sorted(set(wanted))
