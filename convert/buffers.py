@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Condition
 
 import numpy as np
@@ -14,10 +14,16 @@ from convert.files import PAGE
 
 Buffer = npt.NDArray[np.uint8]
 
+#: from this size on, huge pages are asked for: repacking walks 64 rows at a time, more pages than a TLB holds
+HUGE = 4 << 20
+
 
 def aligned_buffer(size: int) -> Buffer:
     """A page-aligned uint8 array of private memory."""
     memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages: slower, nothing else
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)[:size]
 
 

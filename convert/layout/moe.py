@@ -9,12 +9,12 @@ Shapes are needed for planning, where nothing is compiled: the compiled function
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from convert.layout.protocol import ExpertShape, Layout, StackedTensor
+from convert.layout.protocol import ExpertShape, Layout, Moves, Slice, StackedTensor
 from convert.layout.rows import Rows
 
 #: what the kernel's thread configurations come down to (measured; its own stated check is weaker)
@@ -67,14 +67,21 @@ class MarlinU4B8:
         name = "w2" if projection == "down_proj" else "w13"
         return f"{name}_weight_packed", f"{name}_weight_scale"
 
+    def moves(self, shape: ExpertShape, slices: Sequence[Slice]) -> Moves:
+        """What brings slices of source matrices into w13 and w2; padded slices go through a copy with zeros."""
+        from convert.layout.moves import Moves as MarlinMoves
+
+        word_pairs, scale_pairs = [], []
+        for each in slices:
+            source, target = _slice(shape, each.projection, each.index, each.packed), _half(each.projection, each.words)
+            word_pairs.append((_padded(source, target), target))
+            source, target = _slice(shape, each.projection, each.index, each.scale), _half(each.projection, each.scales)
+            scale_pairs.append((_padded(source, target), target))
+        return MarlinMoves(word_pairs, scale_pairs, shape.group_size, [self._size_k(shape, each.projection) for each in slices])
+
     def pack(self, shape: ExpertShape, projection: str, index: int, packed: Rows, scale: Rows, words: Rows, scales: Rows) -> None:
         """Fill slice `index` of a projection; see `Layout.pack`."""
-        from convert.layout import marlin
-
-        source, target = _slice(shape, projection, index, packed), _half(projection, words)
-        marlin.pack_rows(_padded(source, target), target)
-        source, target = _slice(shape, projection, index, scale), _half(projection, scales)
-        marlin.pack_scale_rows(_padded(source, target), target, shape.group_size, self._size_k(shape, projection))
+        self.moves(shape, [Slice(projection, index, packed, scale, words, scales)]).pack()
 
     def unpack(self, shape: ExpertShape, projection: str, index: int, words: Rows, scales: Rows, packed: Rows, scale: Rows) -> None:
         """Write slice `index` of a source matrix back; see `Layout.unpack`."""
@@ -90,14 +97,8 @@ class MarlinU4B8:
 
     def mismatch(self, shape: ExpertShape, projection: str, index: int, packed: Rows, scale: Rows, words: Rows, scales: Rows) -> str | None:
         """Where the inverse differs from the source (padding included), in words; None where it does not."""
-        from convert.layout import marlin
-
-        source, target = _slice(shape, projection, index, packed), _half(projection, words)
-        if (at := marlin.wrong_row(target, _padded(source, target))) is not None:
-            return f"weight_packed differs at row {at[0]} of the slice, inputs {at[1]} to {at[1] + marlin.TILE_K - 1}"
-        source, target = _slice(shape, projection, index, scale), _half(projection, scales)
-        at = marlin.wrong_scale(target, _padded(source, target), shape.group_size, self._size_k(shape, projection))
-        return None if at is None else f"weight_scale differs at row {at[0]} of the slice, group {at[1]}"
+        wrong = self.moves(shape, [Slice(projection, index, packed, scale, words, scales)]).mismatch()
+        return None if wrong is None else wrong[1]
 
     def _size_k(self, shape: ExpertShape, projection: str) -> int:
         """The K the GEMM is called with: decides which scale order the kernel reads."""

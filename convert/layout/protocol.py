@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,6 +44,29 @@ class ExpertShape:
         return 1 if projection == "down_proj" else 0
 
 
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Slice `index` of one projection of one expert: the whole source matrix (packed u64 [N, K/16], scale u16 [N, K/g]) and the expert's words and
+    scales in the stacked tensors (u64 [K/16, N total], u16 [K/g, N total])."""
+
+    projection: str
+    index: int
+    packed: Rows
+    scale: Rows
+    words: Rows
+    scales: Rows
+
+
+class Moves(Protocol):
+    """A batch of slices on its way into the stacked tensors."""
+
+    def pack(self) -> None:
+        """Fill the stacked side."""
+
+    def mismatch(self) -> tuple[int, str] | None:
+        """The first slice whose inverse is not its source, and where it differs; None where there is none."""
+
+
 class Layout(Protocol):
     """Source matrices of one expert <-> the stacked tensors of one rank."""
 
@@ -71,6 +95,9 @@ class Layout(Protocol):
 
     def targets(self, projection: str) -> tuple[str, str]:
         """Names of the stacked tensors that hold the words and the scales of a projection."""
+
+    def moves(self, shape: ExpertShape, slices: Sequence[Slice]) -> Moves:
+        """What brings slices of source matrices into the stacked tensors, to be run and to be checked."""
 
     def pack(self, shape: ExpertShape, projection: str, index: int, packed: Rows, scale: Rows, words: Rows, scales: Rows) -> None:
         """Fill slice `index` from a whole source matrix: packed u64 [N, K/16] and scale u16 [N, K/g] -> words and scales of one expert."""

@@ -42,6 +42,12 @@ class Rows(NamedTuple):
             raise ValueError(f"block of {rows} x {cols} at ({row}, {col}) leaves a matrix of {self.rows} x {self.cols}")
         return Rows(self.flat, self.base + row * self.stride + col, self.stride, rows, cols)
 
+    def in_words(self) -> Rows:
+        """The same memory in 64-bit words; base, stride and columns must fall on whole ones."""
+        per = 8 // self.flat.itemsize
+        flat = self.flat[: self.flat.size // per * per].view(np.uint64)
+        return Rows(flat, self.base // per, self.stride // per, self.rows, self.cols // per)
+
     def array(self) -> npt.NDArray[Any]:
         """The same memory as a 2-D numpy view."""
         size = self.flat.itemsize

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from convert.layout.jit import inline, jit
-from convert.layout.words import swap
+from convert.layout.words import Table, swap
 
 Flat = npt.NDArray[np.uint16]
 Flat64 = npt.NDArray[np.uint64]
@@ -138,3 +138,19 @@ def scale_words_differ(source: Flat64, s_base: int, s_stride: int, size_n: int, 
                     c0, c1, c2, c3 = _transpose(words[q, k], words[16 + q, k], words[32 + q, k], words[48 + q, k])
                     differ |= (c0 ^ r0[k]) | (c1 ^ r1[k]) | (c2 ^ r2[k]) | (c3 ^ r3[k])
     return bool(differ != np.uint64(0))
+
+
+@jit
+def pack_scale_table(source: Flat64, marlin: Flat64, table: Table) -> None:
+    """`pack_scale_words` for each row (s_base, s_stride, size_n, quads, m_base, m_stride) of a table."""
+    for i in range(table.shape[0]):
+        pack_scale_words(source, table[i, 0], table[i, 1], table[i, 2], table[i, 3], marlin, table[i, 4], table[i, 5])
+
+
+@jit
+def first_wrong_scale_slice(source: Flat64, marlin: Flat64, table: Table) -> int:
+    """The first row of a table whose slice does not invert to its source, or -1."""
+    for i in range(table.shape[0]):
+        if scale_words_differ(source, table[i, 0], table[i, 1], table[i, 2], table[i, 3], marlin, table[i, 4], table[i, 5]):
+            return i
+    return -1

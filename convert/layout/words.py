@@ -23,6 +23,7 @@ import numpy.typing as npt
 from convert.layout.jit import inline, jit
 
 Flat = npt.NDArray[np.uint64]
+Table = npt.NDArray[np.int64]
 
 #: k-tiles handled together: 512 bytes of a row; the block of words in between (32 KiB) stays in the first cache levels
 RUN = 64
@@ -137,6 +138,13 @@ def unpack_words(marlin: Flat, m_base: int, m_stride: int, size_n: int, k_tiles:
                     row[k] = rows[n, k]
 
 
+@jit
+def pack_table(source: Flat, marlin: Flat, table: Table) -> None:
+    """`pack_words` for each row (s_base, s_stride, size_n, k_tiles, m_base, m_stride) of an int64 table: one call for many slices."""
+    for i in range(table.shape[0]):
+        pack_words(source, table[i, 0], table[i, 1], table[i, 2], table[i, 3], marlin, table[i, 4], table[i, 5])
+
+
 @inline
 def _block_differs(words: Any, source: Any, base: int, stride: int, run: int) -> Any:
     """All bits in which the rows that `words` unpacks to differ from 64 rows of `source`, or-ed together."""
@@ -171,4 +179,13 @@ def first_wrong_word(marlin: Flat, m_base: int, m_stride: int, size_n: int, k_ti
                     for k in range(run):
                         if source[base + n * s_stride + k] != rows[n, k]:
                             return (block + n) * k_tiles + first + k
+    return -1
+
+
+@jit
+def first_wrong_slice(source: Flat, marlin: Flat, table: Table) -> int:
+    """The first row of a table (see `pack_table`) whose slice does not invert to its source, or -1."""
+    for i in range(table.shape[0]):
+        if first_wrong_word(marlin, table[i, 4], table[i, 5], table[i, 2], table[i, 3], source, table[i, 0], table[i, 1]) >= 0:
+            return i
     return -1

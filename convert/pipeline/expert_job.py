@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from convert.buffers import Buffer
+from convert.checkpoint.header import DTYPE_SIZE
 from convert.checkpoint.source import Source
 from convert.errors import ConvertError, SourceError
 from convert.files import PAGE, digest
-from convert.layout.protocol import PROJECTIONS
+from convert.layout.protocol import PROJECTIONS, Slice, StackedTensor
 from convert.layout.rows import Rows
 from convert.pipeline.stages import Tools
 from convert.pipeline.unit_work import UnitWork
-from convert.planning.output import OutputPlan, OutputUnit
+from convert.planning.output import OutputPlan
 from convert.planning.rules import expert_tensors
 from convert.reads import Piece, ReadPlan, plan_reads
 
-ELEMENT = {"I32": np.int32, "BF16": np.uint16}
+#: (where it begins in the buffer, its bytes) per (rank, stacked tensor)
+Outputs = dict[tuple[int, str], tuple[int, Buffer]]
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class ExpertJob:
     @property
     def need(self) -> int:
         """Bytes of memory: input and output of the batch."""
-        return self.reads.size + len(self.ranks) * self.count * _stored_bytes(self.work.unit) + PAGE * 4 * len(self.ranks)
+        return self.reads.size + len(self.ranks) * self.count * sum(map(expert_bytes, self.work.unit.stacked)) + PAGE * 4 * len(self.ranks)
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -51,56 +56,55 @@ class ExpertJob:
                 tools.reader.read(self.reads, buffer)
             outputs = self._outputs(buffer)
             with tools.stages.time("repack", size):
-                self._each(buffer, outputs, self._pack)
+                slices = self._slices(buffer, outputs)
+                moves = self.work.plan.layout.moves(self.work.plan.shape, [each for _, _, each in slices])
+                moves.pack()
             if tools.check:
                 with tools.stages.time("check", size):
-                    self._each(buffer, outputs, self._check)
-            with tools.stages.time("hash", size + sum(array.nbytes for array in outputs.values())):
+                    self._refuse_mismatch(moves.mismatch(), slices)
+            with tools.stages.time("hash", size + sum(data.nbytes for _, data in outputs.values())):
                 self._hash(buffer, outputs)
-            with tools.stages.time("write", sum(array.nbytes for array in outputs.values())):
+            with tools.stages.time("write", sum(data.nbytes for _, data in outputs.values())):
                 self._write(outputs)
         tools.progress(size)
 
-    def _outputs(self, buffer: Buffer) -> dict[tuple[int, str], np.ndarray]:
-        """Per rank and stacked tensor the batch's experts, each array on a page of its own in `buffer`."""
+    def _outputs(self, buffer: Buffer) -> Outputs:
+        """Per rank and stacked tensor, where the batch's experts begin in `buffer` (each on a page of its own) and their bytes."""
         at, outputs = self.reads.size, {}
         for rank in self.ranks:
             for tensor in self.work.unit.stacked:
-                shape = (self.count, *tensor.shape[1:])
-                dtype = np.dtype(ELEMENT[tensor.dtype])
-                size = int(np.prod(shape)) * dtype.itemsize
-                outputs[rank, tensor.name] = buffer[at : at + size].view(dtype).reshape(shape)
+                size = self.count * expert_bytes(tensor)
+                outputs[rank, tensor.name] = (at, buffer[at : at + size])
                 at += -(-size // PAGE) * PAGE
         return outputs
 
-    def _each(self, buffer: Buffer, outputs: dict[tuple[int, str], np.ndarray], do) -> None:  # type: ignore[no-untyped-def]
-        """Call `do` for every expert, projection and rank with the source matrix and the place of its slice."""
+    def _slices(self, buffer: Buffer, outputs: Outputs) -> list[tuple[int, int, Slice]]:
+        """(expert, rank, slice) for every expert, projection and rank of the batch; all in the memory of `buffer`."""
         plan, prefix = self.work.plan, self.work.unit.source.experts_prefix
-        for i in range(self.count):
-            for p, projection in enumerate(PROJECTIONS):
-                out, inputs = plan.shape.matrix(projection)
-                at = self.reads.places[9 * i + 3 * p : 9 * i + 3 * p + 3]
-                packed = _rows(buffer, at[0], out, inputs // 16, np.uint64)
-                scale = _rows(buffer, at[1], out, inputs // plan.shape.group_size, np.uint16)
-                words, scales = plan.layout.targets(projection)
+        wide, narrow = buffer.view(np.uint64), buffer.view(np.uint16)
+        stacked = {tensor.name: tensor for tensor in self.work.unit.stacked}
+        slices = []
+        for p, projection in enumerate(PROJECTIONS):
+            out, inputs = plan.shape.matrix(projection)
+            words, scales = (f"{prefix}.{name}" for name in plan.layout.targets(projection))
+            for i in range(self.count):
+                packed = _rows(wide, buffer, self.reads.places[9 * i + 3 * p], out, inputs // 16)
+                scale = _rows(narrow, buffer, self.reads.places[9 * i + 3 * p + 1], out, inputs // plan.shape.group_size)
                 for rank in self.ranks:
-                    w, s = outputs[rank, f"{prefix}.{words}"], outputs[rank, f"{prefix}.{scales}"]
-                    do(i, projection, rank, packed, scale, _expert(w, i, np.uint64), _expert(s, i, np.uint16))
+                    w = _expert(wide, outputs[rank, words][0], i, stacked[words])
+                    s = _expert(narrow, outputs[rank, scales][0], i, stacked[scales])
+                    slices.append((self.first + i, rank, Slice(projection, plan.topology.moe_tp_rank(rank), packed, scale, w, s)))
+        return slices
 
-    def _pack(self, i: int, projection: str, rank: int, packed: Rows, scale: Rows, words: Rows, scales: Rows) -> None:
-        plan = self.work.plan
-        plan.layout.pack(plan.shape, projection, plan.topology.moe_tp_rank(rank), packed, scale, words, scales)
-
-    def _check(self, i: int, projection: str, rank: int, packed: Rows, scale: Rows, words: Rows, scales: Rows) -> None:
-        plan = self.work.plan
-        wrong = plan.layout.mismatch(plan.shape, projection, plan.topology.moe_tp_rank(rank), packed, scale, words, scales)
+    def _refuse_mismatch(self, wrong: tuple[int, str] | None, slices: list[tuple[int, int, Slice]]) -> None:
         if wrong is not None:
+            expert, rank, each = slices[wrong[0]]
             raise ConvertError(
-                f"{self.work.unit.name}, expert {self.first + i}, {projection}, rank {rank}: the repacked buffer does not invert to the source: "
-                f"{wrong}; nothing of this unit was kept. Faulty memory is likely: test it, then run the same command again"
+                f"{self.work.unit.name}, expert {expert}, {each.projection}, rank {rank}: the repacked buffer does not invert to the source: "
+                f"{wrong[1]}; nothing of this unit was kept. Faulty memory is likely: test it, then run the same command again"
             )
 
-    def _hash(self, buffer: Buffer, outputs: dict[tuple[int, str], np.ndarray]) -> None:
+    def _hash(self, buffer: Buffer, outputs: Outputs) -> None:
         for name, place in zip(self.names, self.reads.places, strict=True):
             entry = self.source.tensors[name].entry
             data = buffer[place : place + entry.size]
@@ -108,10 +112,10 @@ class ExpertJob:
                 self._check_shape(name, data)
             self.work.source_digests[name] = digest(data)
         start = self.work.plan.topology.expert_range(self.ranks[0], self.work.plan.experts).start
-        for (rank, name), array in outputs.items():
-            target = self.work.expert_digests[rank, name]
+        for (rank, name), (_, data) in outputs.items():
+            target, size = self.work.expert_digests[rank, name], data.size // self.count
             for i in range(self.count):
-                target[self.first + i - start] = np.frombuffer(digest(array[i]), np.uint8)
+                target[self.first + i - start] = np.frombuffer(digest(data[i * size : (i + 1) * size]), np.uint8)
 
     def _check_shape(self, name: str, data: Buffer) -> None:
         """weight_shape only repeats the geometry; it is not stored, so what it says must be what the packed tensor has."""
@@ -121,32 +125,30 @@ class ExpertJob:
         if found != expected:
             raise SourceError(f"{name} in {file} says {list(found)}, but weight_packed has the shape of {list(expected)}")
 
-    def _write(self, outputs: dict[tuple[int, str], np.ndarray]) -> None:
+    def _write(self, outputs: Outputs) -> None:
         work = self.work
-        for (rank, name), array in outputs.items():
+        for (rank, name), (_, data) in outputs.items():
             first = self.first - work.plan.topology.expert_range(rank, work.plan.experts).start
-            work.files[rank].write(array, work.unit.offset(name) + first * array[0].nbytes)
+            work.files[rank].write(data, work.unit.offset(name) + first * (data.size // self.count))
 
 
-def _stored_bytes(unit: OutputUnit) -> int:
-    """Bytes of one expert on one rank."""
-    return sum(int(np.prod(tensor.shape[1:])) * np.dtype(ELEMENT[tensor.dtype]).itemsize for tensor in unit.stacked)
+def expert_bytes(tensor: StackedTensor) -> int:
+    """Bytes of one expert of a stacked tensor [E, ...]."""
+    return math.prod(tensor.shape[1:]) * DTYPE_SIZE[tensor.dtype]
 
 
-def _rows(buffer: Buffer, at: int, rows: int, cols: int, dtype: type[np.generic]) -> Rows:
-    """A source matrix in the buffer; copied only where a strange file layout leaves it unaligned for its element."""
-    item = np.dtype(dtype).itemsize
+def _rows(flat: npt.NDArray[Any], buffer: Buffer, at: int, rows: int, cols: int) -> Rows:
+    """A source matrix in the buffer, seen as `flat`; copied only where a strange file layout leaves it unaligned for its element."""
+    item = flat.itemsize
     if at % item:
-        return Rows(buffer[at : at + rows * cols * item].copy().view(dtype), 0, cols, rows, cols)
-    return Rows(buffer.view(dtype), at // item, cols, rows, cols)
+        return Rows(buffer[at : at + rows * cols * item].copy().view(flat.dtype), 0, cols, rows, cols)
+    return Rows(flat, at // item, cols, rows, cols)
 
 
-def _expert(stacked: np.ndarray, i: int, dtype: type[np.generic]) -> Rows:
-    """One expert of a contiguous stacked array."""
-    flat = stacked.reshape(-1).view(dtype)
-    rows = stacked.shape[1]
-    cols = flat.size // (stacked.shape[0] * rows)
-    return Rows(flat, i * rows * cols, cols, rows, cols)
+def _expert(flat: npt.NDArray[Any], at: int, i: int, tensor: StackedTensor) -> Rows:
+    """Expert i of a stacked tensor that begins at byte `at` of the buffer."""
+    size, rows = expert_bytes(tensor) // flat.itemsize, tensor.shape[1]
+    return Rows(flat, at // flat.itemsize + i * size, size // rows, rows, size // rows)
 
 
 def expert_jobs(work: UnitWork, source: Source, batch: int) -> list[ExpertJob]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from convert.files import PAGE, drop_cache, machine_error, open_direct, sync_folder, write_all
+from convert.files import PAGE, drop_cache, file_system_of, machine_error, open_direct, sync_folder, write_all
 
 PARTIAL = ".partial"
 
@@ -85,7 +85,13 @@ class ShardFile:
 
 
 def _reserve(descriptor: int, size: int) -> None:
-    """Take the space now: a full disk shows at once, and blocks lie together. The file reads as zeros."""
+    """Take the space now: a full disk shows at once, and blocks lie together. The file reads as zeros.
+
+    A file system in memory would fill every page with zeros here, on one thread, before any is written.
+    """
+    if file_system_of(os.fstat(descriptor).st_dev) in ("tmpfs", "ramfs"):
+        os.ftruncate(descriptor, size)
+        return
     try:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
