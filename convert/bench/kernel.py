@@ -1,9 +1,9 @@
 """`bench kernel`: the Marlin MoE kernel on one converted layer of one rank, at the token counts of speculative decoding.
 
-How times are taken on a GPU: a CUDA graph of several calls is replayed and timed with events; the median over replays is divided by the number of calls.
-Weights are cold without flushing anything: each call in the graph has a routing of its own with the experts relabelled at random, and there are so many
-calls that they read several times the L2 cache between them. What a call must read (the words and scales of the experts it hits, on average over the
-calls) over the bandwidth of a device-to-device copy measured in the same run is the floor.
+How times are taken on a GPU: a CUDA graph of several calls is replayed and timed with events; the median over replays is divided by the number of
+calls. Weights are cold without flushing anything: each call in the graph has a routing of its own with the experts relabelled at random, and
+there are so many calls that they read several times the L2 cache between them. What a call must read (the words and scales of the experts it hits, on average
+over the calls) over the bandwidth of a device-to-device copy measured in the same run is the floor.
 """
 
 from __future__ import annotations
@@ -119,10 +119,10 @@ class _Bench:
                 rows += self._rows(count, routing, bandwidth.median)
         layer = self._layer
         return {
-            "layer": layer.layer, "rank": layer.rank, "tp": layer.tp, "ep": layer.ep, "experts": layer.experts, "local_experts": layer.stop - layer.start,
-            "top_k": layer.top_k, "hidden": layer.w13.size_k, "intermediate": layer.w2.size_k, "group_size": layer.group_size,
-            "expert_bytes": layer.expert_bytes, "rounds": self._rounds, "copy_bandwidth": bandwidth.median, "copy_spread": bandwidth.spread,
-            "l2_bytes": self._l2, "environment": self._environment(), "notes": self._notes(), "rows": [asdict(row) for row in rows],
+            "layer": layer.layer, "rank": layer.rank, "tp": layer.tp, "ep": layer.ep, "experts": layer.experts,
+            "local_experts": layer.stop - layer.start, "top_k": layer.top_k, "hidden": layer.w13.size_k, "intermediate": layer.w2.size_k,
+            "group_size": layer.group_size, "expert_bytes": layer.expert_bytes, "rounds": self._rounds,
+            "copy_bandwidth": bandwidth.median, "copy_spread": bandwidth.spread, "l2_bytes": self._l2, "environment": self._environment(), "notes": self._notes(), "rows": [asdict(row) for row in rows],
         }  # fmt: skip
 
     def copy_bandwidth(self) -> Summary:
@@ -227,7 +227,8 @@ class _Bench:
                 seconds.append((time.perf_counter() - begin) / len(runs))
             return seconds
         graph = self._capture(runs)
-        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(self._rounds)]
+        make: Callable[..., Any] = torch.cuda.Event
+        events = [(make(enable_timing=True), make(enable_timing=True)) for _ in range(self._rounds)]
         for _ in range(3):
             graph.replay()
         for begin_event, end_event in events:
@@ -238,7 +239,8 @@ class _Bench:
         return [begin_event.elapsed_time(end_event) / 1e3 / len(runs) for begin_event, end_event in events]
 
     def _capture(self, runs: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
-        side = torch.cuda.Stream(self._device)
+        stream: Callable[..., Any] = torch.cuda.Stream
+        side = stream(self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
             runs[0]()  # compiles, and allocates what later calls share
@@ -285,7 +287,8 @@ def plot(report: dict[str, Any], path: str) -> None:
         rows = [row for row in report["rows"] if row["routing"] == routing and not row["use_atomic_add"]]
         counts = [row["tokens"] for row in rows]
         for key, label, style in (
-            ("floor_ms", "floor: weights over copy bandwidth", "k--"), ("w13_ms", "w13", "o-"), ("w2_ms", "w2", "s-"), ("fused_ms", "w13, silu, w2, sum", "^-"),
+            ("floor_ms", "floor: weights over copy bandwidth", "k--"), ("w13_ms", "w13", "o-"), ("w2_ms", "w2", "s-"),
+            ("fused_ms", "w13, silu, w2, sum", "^-"),
         ):  # fmt: skip
             axis.plot(counts, [row[key] for row in rows], style, label=label)
         axis.set(xscale="log", yscale="log", xlabel="tokens", title=f"{routing} routing")
@@ -294,7 +297,8 @@ def plot(report: dict[str, Any], path: str) -> None:
     axes[0].set_ylabel("ms")
     axes[0].legend()
     where = report["environment"]["gpu"] or "CPU model of the kernel (times mean nothing)"
-    figure.suptitle(f"layer {report['layer']}, rank {report['rank']}, tp {report['tp']}, ep {report['ep']}: {report['local_experts']} experts, {where}")
+    what = f"layer {report['layer']}, rank {report['rank']}, tp {report['tp']}, ep {report['ep']}: {report['local_experts']} experts"
+    figure.suptitle(f"{what}, {where}")
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)

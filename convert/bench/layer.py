@@ -45,12 +45,15 @@ def load_layer(out: str | os.PathLike[str], layer: int, rank: int, device: str) 
         present = ", ".join(str(number) for number in shards.manifest.layers)
         raise UsageError(f"{out} has no routed experts of layer {layer}; its layers are {present}")
     prefix = names[0].removesuffix("w13_weight_packed")
-    matrices = {name: Matrix(*(_tensor(shards, f"{prefix}{name}_weight_{kind}", device) for kind in ("packed", "scale"))) for name in ("w13", "w2")}
-    manifest = shards.manifest
-    experts, local = int(manifest.model["n_routed_experts"]), matrices["w13"].words.shape[0]
+
+    def matrix(name: str) -> Matrix:
+        return Matrix(_tensor(shards, f"{prefix}{name}_weight_packed", device), _tensor(shards, f"{prefix}{name}_weight_scale", device))
+
+    w13, w2, manifest = matrix("w13"), matrix("w2"), shards.manifest
+    experts, local = int(manifest.model["n_routed_experts"]), w13.words.shape[0]
     start = rank // (manifest.tp // manifest.ep) * local
     return LoadedLayer(
-        w13=matrices["w13"], w2=matrices["w2"], layer=layer, rank=rank, tp=manifest.tp, ep=manifest.ep, experts=experts, start=start,
+        w13=w13, w2=w2, layer=layer, rank=rank, tp=manifest.tp, ep=manifest.ep, experts=experts, start=start,
         stop=start + local, top_k=min(int(manifest.model["num_experts_per_tok"]), experts), group_size=manifest.group_size,
         expert_map=None if local == experts else contiguous_expert_map(experts, start, start + local, device),
     )  # fmt: skip

@@ -6,7 +6,7 @@ from importlib import import_module
 
 import click
 
-BENCHES = ("layout", "convert", "kernel")
+BENCHES = ("layout", "convert", "kernel", "load")
 
 
 class Benches(click.Group):

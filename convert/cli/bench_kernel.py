@@ -17,7 +17,7 @@ HEADER = ("tokens", "routing", "atomic", "experts hit", "MB", "floor ms", "w13 m
 @click.argument("out", type=click.Path(exists=True, file_okay=False))
 @click.option("--layer", type=click.IntRange(0), required=True, help="A layer with routed experts.")
 @click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="Whose shard.")
-@click.option("--tokens", type=Numbers(), default="1,9,90,330", show_default=True, help="One; a stream's draft of 8 and one; ten streams of 9; ten of 33.")
+@click.option("--tokens", type=Numbers(), default="1,9,90,330", show_default=True, help="One; a draft of 8 and one; ten streams of 9; ten of 33.")
 @click.option("--rounds", type=click.IntRange(1), default=30, show_default=True, help="Replays of which the median is taken.")
 @click.option("--device", default="cuda", show_default=True, help="cpu runs a model of the kernel: times mean nothing.")
 @click.option("--provider", help="Where to take the kernel from; `marlin-convert doctor` lists what loads.")
@@ -47,8 +47,9 @@ def show(report: dict[str, Any]) -> None:
     """Print the table of a report."""
     environment = report["environment"]
     output.result(
-        f"layer {report['layer']}, rank {report['rank']}, tp {report['tp']}, ep {report['ep']}: {report['local_experts']} of {report['experts']} experts, "
-        f"hidden {report['hidden']}, I {report['intermediate']}; {environment['provider']} on {environment['gpu'] or 'a CPU'}; "
+        f"layer {report['layer']}, rank {report['rank']}, tp {report['tp']}, ep {report['ep']}: "
+        f"{report['local_experts']} of {report['experts']} experts, hidden {report['hidden']}, I {report['intermediate']}; "
+        f"{environment['provider']} on {environment['gpu'] or 'a CPU'}; "
         f"copy bandwidth {report['copy_bandwidth'] / 1e12:.3f} TB/s"
     )
     output.table(HEADER, [_cells(row) for row in report["rows"]])

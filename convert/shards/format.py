@@ -70,8 +70,8 @@ def lay_out(specs: Sequence[tuple[TensorSpec, str | None]]) -> FileLayout:
     """Place tensors, given in load order with the name of the fused view each belongs to (or None).
 
     A fused view's members stay together and are placed as one block. Blocks of whole pages come first in load order; then the others, those of
-    a page or more before the small ones, and these by element size so that each is aligned for its dtype. Raises ValueError for more tensors,
-    longer names or more dimensions than small loaders take.
+    a page or more before the small ones, and these by element size. Each is aligned for its dtype. Raises ValueError for more tensors, longer
+    names or more dimensions than small loaders take.
     """
     blocks: list[tuple[str | None, list[TensorSpec]]] = []
     for spec, fuse in specs:
@@ -91,20 +91,19 @@ def lay_out(specs: Sequence[tuple[TensorSpec, str | None]]) -> FileLayout:
     fillers = 0
     position = 0
 
-    def fill_to_page() -> None:
+    def fill_to(unit: int) -> None:
         nonlocal position, fillers
-        if gap := -position % PAGE:
+        if gap := -position % unit:
             placed.append(Placed(TensorSpec(f"{PAD_PREFIX}{fillers}", "U8", (gap,)), position))
             fillers += 1
             position += gap
 
     for block in sorted(blocks, key=late):
-        if sizes[id(block)] >= PAGE:
-            fill_to_page()
+        fill_to(PAGE if sizes[id(block)] >= PAGE else DTYPE_SIZE[block[1][0].dtype])
         for spec in block[1]:
             placed.append(Placed(spec, position))
             position += spec.size
-    fill_to_page()
+    fill_to(PAGE)
     fused = tuple(FusedView(name, tuple(spec.name for spec in members)) for name, members in blocks if name and len(members) > 1)
     _check_limits(placed)
     return FileLayout(tuple(placed), fused, position)
@@ -115,7 +114,7 @@ def _check_limits(placed: Sequence[Placed]) -> None:
         raise ValueError(f"{len(placed)} tensors in one file, more than the {MAX_TENSORS} a small loader takes")
     for tensor in placed:
         name, shape = tensor.spec.name, tensor.spec.shape
-        if len(name) > MAX_NAME or not name.isascii() or "\\" in name or '"' in name:
+        if not 0 < len(name) <= MAX_NAME or not name.isascii() or not name.isprintable() or "\\" in name or '"' in name:
             raise ValueError(f"the name {name!r} is not 1 to {MAX_NAME} ASCII characters without backslash or quote")
         if len(shape) > 4 or not tensor.spec.size:
             raise ValueError(f"{name} has the shape {list(shape)}; a small loader takes at most 4 dimensions and nothing empty")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from convert.checkpoint.source import header_of
+from convert.checkpoint.store import header_of
 from convert.errors import UsageError
 from convert.shards.format import is_filler
 from convert.shards.manifest import read_manifest

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from convert.errors import OutputError
 from convert.files import digest
 from convert.shards.format import FORMAT, FORMAT_VERSION
 
 NO_DIGEST = "0" * 32
+
+T = TypeVar("T")
 
 
 def sealed(document: dict[str, Any]) -> bytes:
@@ -143,29 +146,103 @@ def parse_manifest(raw: bytes, path: Path) -> Manifest:
     """The typed manifest of `raw`. Raises OutputError."""
     try:
         document = json.loads(raw, object_pairs_hook=_unique)
-        found = f"{document['format']} version {document['format_version']}"
+        found = f"{document['format']} version {document['format_version']!r}"
         if found != f"{FORMAT} version {FORMAT_VERSION}":
             raise OutputError(f"{path}: it is {found}, this program reads {FORMAT} version {FORMAT_VERSION}")
-        return Manifest(
-            document=document, tp=document["parallel"]["tp"], ep=document["parallel"]["ep"], ranks=tuple(document["ranks"]),
-            layers=tuple(document["layers"]), complete=document["complete"], checks=document["checks"], layout_id=document["layout"]["id"],
-            group_size=document["layout"]["group_size"], source_id=document["source"]["id"], model=document["model"],
-            units=tuple(_unit(unit) for unit in document["units"]), shards=tuple(_shard(shard) for shard in document["shards"]),
-            files=tuple(ListedFile(**file) for file in document["files"]),
-        )  # fmt: skip
-    except (KeyError, TypeError, ValueError) as error:
+        return _manifest(document)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise OutputError(f"{path}: not a manifest of this format ({error!r})") from error
 
 
+def _manifest(document: dict[str, Any]) -> Manifest:
+    """All that is used, each of its type. Keys that a later release added are left alone."""
+    parallel, layout, source, model = (_mapping(document[key]) for key in ("parallel", "layout", "source", "model"))
+    tp, ep = _number(parallel["tp"]), _number(parallel["ep"])
+    if not ep or not tp or tp % ep or not _number(layout["group_size"]):
+        raise ValueError(f"tp {tp}, ep {ep}, group size {layout['group_size']}")
+    if type(document["complete"]) is not bool:
+        raise TypeError("complete is not true or false")
+    units, shards = _each(_unit, document["units"]), _each(_shard, document["shards"])
+    names = [unit.name for unit in units]
+    if len(set(names)) != len(names) or not {shard.unit for shard in shards} <= set(names):
+        raise ValueError("units and the units of shards do not go together")
+    return Manifest(
+        document=document, tp=tp, ep=ep, ranks=_numbers(document["ranks"]), layers=_numbers(document["layers"]), complete=document["complete"],
+        checks=_text(document["checks"]), layout_id=_text(layout["id"]), group_size=_number(layout["group_size"]), source_id=_text(source["id"]),
+        model=model, units=units, shards=shards,
+        files=tuple(ListedFile(_path(file["path"]), _number(file["size"]), _text(file["digest"])) for file in document["files"]),
+    )  # fmt: skip
+
+
 def _unit(unit: dict[str, Any]) -> UnitInfo:
-    origins = (Origin(t["tensor"], t["rule"], t["axis"], t["parts"], tuple(t["from"])) for t in unit["tensors"])
-    return UnitInfo(unit["name"], unit["layer"], tuple(origins), tuple(unit["checked"]))
+    layer = None if unit["layer"] is None else _number(unit["layer"])
+    return UnitInfo(_text(unit["name"]), layer, _each(_origin, unit["tensors"]), _each(_text, unit["checked"]))
+
+
+def _origin(tensor: dict[str, Any]) -> Origin:
+    axis, parts = (None if tensor[key] is None else read(tensor[key]) for key, read in (("axis", _number), ("parts", _text)))
+    return Origin(_text(tensor["tensor"]), _text(tensor["rule"]), axis, parts, _each(_text, tensor["from"]))
 
 
 def _shard(shard: dict[str, Any]) -> Shard:
-    tensors = tuple(StoredTensor(**(t | {"shape": tuple(t["shape"])})) for t in shard["tensors"])
-    fused = tuple(FusedTensor(**(v | {"shape": tuple(v["shape"]), "members": tuple(v["members"])})) for v in shard["fused"])
-    return Shard(shard["path"], shard["unit"], shard["rank"], shard["size"], shard["header"], shard["digest"], tensors, fused)
+    rank = None if shard["rank"] is None else _number(shard["rank"])
+    tensors, fused = _each(_stored, shard["tensors"]), _each(_fused, shard["fused"])
+    return Shard(
+        _path(shard["path"]), _text(shard["unit"]), rank, _number(shard["size"]), _digest(shard["header"]), _digest(shard["digest"]), tensors, fused
+    )
+
+
+def _stored(tensor: dict[str, Any]) -> StoredTensor:
+    experts = _number(tensor["experts"]) if "experts" in tensor else None
+    return StoredTensor(
+        _text(tensor["name"]), _text(tensor["dtype"]), _numbers(tensor["shape"]), _number(tensor["offset"]), _number(tensor["size"]),
+        _digest(tensor["digest"]), experts,
+    )  # fmt: skip
+
+
+def _fused(view: dict[str, Any]) -> FusedTensor:
+    members = _each(_text, view["members"])
+    return FusedTensor(_text(view["name"]), _text(view["dtype"]), _numbers(view["shape"]), _number(view["offset"]), members)
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{str(value)[:40]!r} where an object should be")
+    return value
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise TypeError(f"{str(value)[:40]!r} where a number should be")
+    return value
+
+
+def _each(read: Callable[[Any], T], value: Any) -> tuple[T, ...]:
+    if not isinstance(value, list):
+        raise TypeError(f"{str(value)[:40]!r} where a list should be")
+    return tuple(map(read, value))
+
+
+def _numbers(value: Any) -> tuple[int, ...]:
+    return _each(_number, value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{str(value)[:40]!r} where a text should be")
+    return value
+
+
+def _digest(value: Any) -> str:
+    if len(bytes.fromhex(_text(value))) != 16:
+        raise ValueError(f"{value!r} where a digest should be")
+    return str(value)
+
+
+def _path(value: Any) -> str:
+    if not _text(value) or ".." in value.split("/") or value.startswith("/"):
+        raise ValueError(f"the path {value!r} leaves the folder")
+    return str(value)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

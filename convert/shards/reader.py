@@ -58,10 +58,17 @@ class Shards:
 
     def _array(self, shard: Shard, dtype: str, shape: tuple[int, ...], offset: int) -> Array:
         count = int(np.prod(shape))
-        return np.frombuffer(self._map(shard), NUMPY[dtype], count, offset).reshape(shape)
+        return np.frombuffer(self.mapping(shard), NUMPY[dtype], count, offset).reshape(shape)
 
-    def _map(self, shard: Shard) -> mmap.mmap:
-        """Map a file after seeing that it is the one it should be: a short file would read as garbage, a swapped one as another rank."""
+    def shards(self) -> tuple[Shard, ...]:
+        """The files of this rank."""
+        return tuple(shard for shard in self.manifest.shards if shard.rank == self.rank)
+
+    def mapping(self, shard: Shard) -> mmap.mmap:
+        """The read-only mapping of a file, made after seeing that it is the one it should be.
+
+        A short file would read as garbage, an exchanged one as another rank or layer. Raises OutputError.
+        """
         if shard.path not in self._maps:
             path = self.out / shard.path
             try:
@@ -75,8 +82,10 @@ class Shards:
             length = int.from_bytes(mapped[:8], "little")
             metadata = parse_header(shard.path, size, mapped[8 : 8 + length]).metadata if 8 + length <= size else {}
             rank = "common" if shard.rank is None else str(shard.rank)
-            if metadata.get("rank") != rank or metadata.get("source") != self.manifest.source_id:
-                raise OutputError(f"{path}: its header is that of rank {metadata.get('rank')}, source {metadata.get('source')}; run verify")
+            layer = str(int(shard.unit.removeprefix("layer-"))) if shard.unit.startswith("layer-") else shard.unit
+            for key, expected in (("rank", rank), ("layer", layer), ("source", self.manifest.source_id)):
+                if metadata.get(key) != expected:
+                    raise OutputError(f"{path}: its header says {key} {metadata.get(key)}, in this place it must be {expected}; run verify")
             self._maps[shard.path] = mapped
         return self._maps[shard.path]
 

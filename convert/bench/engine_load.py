@@ -1,0 +1,137 @@
+"""What engines do today at each start, done well: read the published files, copy them through pinned memory, repack on the GPU.
+
+Whole-file sequential reads by many threads into pinned buffers, one large copy each, then the engine's own repack op for every expert and the scale
+permutation in torch, into preallocated tensors. For expert parallelism only the experts of the rank are read. Nothing else of an engine's start-up.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import local
+
+import torch
+from torch import Tensor
+
+from convert.checkpoint.source import Source
+from convert.kernels.providers import Provider
+from convert.layout.protocol import ExpertShape
+from convert.layout.scales import GROUPED
+from convert.planning.rules import expert_tensors
+from convert.planning.topology import Topology
+from convert.reads import Piece, Run, plan_reads
+
+BUFFER = 16 << 20
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """Seconds of the steps and bytes read."""
+
+    seconds: dict[str, float]
+    bytes: int
+
+
+def engine_load(source: Source, layers: Sequence[int], rank: int, topology: Topology, provider: Provider, threads: int) -> EngineLoad:
+    """Load the routed experts (and whatever else lies in the same files, where whole files are read) of some layers of one rank."""
+    shape = ExpertShape(source.model.hidden, source.model.moe_intermediate, source.model.quantization.group_size, topology.moe_tp)
+    owned = topology.expert_range(rank, source.model.experts)
+    begin = time.perf_counter()
+    pinned = torch.empty(2 * threads * BUFFER, dtype=torch.uint8, pin_memory=True)
+    seconds = {"pin": time.perf_counter() - begin, "read and copy": 0.0, "repack": 0.0}
+    total = 0
+    for layer in layers:
+        prefix = f"{source.prefix}model.layers.{layer}.mlp.experts"
+        names = [name for expert in owned for name, _, _ in expert_tensors(prefix, expert, shape)]
+        begin = time.perf_counter()
+        pieces = _pieces(source, names, whole=topology.ep == 1)
+        plan = plan_reads(pieces)
+        device = torch.empty(plan.size, dtype=torch.uint8, device="cuda")
+        _read_and_copy(source, plan.runs, device, pinned, threads)
+        torch.cuda.synchronize()
+        seconds["read and copy"] += time.perf_counter() - begin
+        begin = time.perf_counter()
+        places = _places(source, names, pieces, plan.places)
+        _repack(device, places, prefix, owned, shape, topology.moe_tp_rank(rank), provider)
+        torch.cuda.synchronize()
+        seconds["repack"] += time.perf_counter() - begin
+        total += sum(run.used - run.offset for run in plan.runs)
+    seconds["total"] = sum(seconds.values())
+    return EngineLoad(seconds, total)
+
+
+def _pieces(source: Source, names: Sequence[str], whole: bool) -> list[Piece]:
+    """All of the files that hold the tensors, or the tensors alone."""
+    if not whole:
+        return [Piece(source.tensors[name].file, source.tensors[name].entry.offset, source.tensors[name].entry.size) for name in names]
+    files = {source.tensors[name].file for name in names}
+    return [Piece(header.file, header.data_start, header.size - header.data_start) for header in source.headers if header.file in files]
+
+
+def _places(source: Source, names: Sequence[str], pieces: Sequence[Piece], places: Sequence[int]) -> dict[str, int]:
+    """Where each tensor begins on the device."""
+    if len(pieces) == len(names):
+        return dict(zip(names, places, strict=True))
+    starts = {piece.file: place - piece.offset for piece, place in zip(pieces, places, strict=True)}
+    return {name: starts[source.tensors[name].file] + source.tensors[name].entry.offset for name in names}
+
+
+def _read_and_copy(source: Source, runs: Sequence[Run], device: Tensor, pinned: Tensor, threads: int) -> None:
+    files = {name: os.open(source.path(name), os.O_RDONLY) for name in {run.file for run in runs}}
+    jobs = [(run, at, min(BUFFER, run.used - run.offset - at)) for run in runs for at in range(0, run.used - run.offset, BUFFER)]
+    mine, taken = local(), iter(range(threads))
+
+    def copy(job: tuple[Run, int, int]) -> None:
+        run, at, length = job
+        if not hasattr(mine, "slots"):
+            first = next(taken) * 2
+            mine.slots = [(pinned[(first + i) * BUFFER : (first + i + 1) * BUFFER], torch.cuda.Event()) for i in (0, 1)]
+            mine.stream, mine.turn = torch.cuda.Stream(), 0
+        buffer, free = mine.slots[mine.turn % 2]
+        mine.turn += 1
+        free.synchronize()
+        view, done = buffer.numpy().data, 0
+        while done < length:
+            done += os.preadv(files[run.file], [view[done:length]], run.offset + at + done)
+        with torch.cuda.stream(mine.stream):
+            device[run.at + at : run.at + at + length].copy_(buffer[:length], non_blocking=True)
+            free.record()
+
+    with ThreadPoolExecutor(threads) as workers:
+        for _ in workers.map(copy, jobs):
+            pass
+    for descriptor in files.values():
+        os.close(descriptor)
+
+
+def _repack(device: Tensor, places: dict[str, int], prefix: str, owned: range, shape: ExpertShape, index: int, provider: Provider) -> None:
+    """Slice, transpose, repack and permute as an engine does, into the stacked tensors of the rank."""
+    local_size, hidden, group = shape.local, shape.hidden, shape.group_size
+    w13 = torch.empty((len(owned), hidden // 16, 4 * local_size), dtype=torch.int32, device="cuda")
+    s13 = torch.empty((len(owned), hidden // group, 2 * local_size), dtype=torch.bfloat16, device="cuda")
+    w2 = torch.empty((len(owned), local_size // 16, 2 * hidden), dtype=torch.int32, device="cuda")
+    s2 = torch.empty((len(owned), local_size // group, hidden), dtype=torch.bfloat16, device="cuda")
+    order = torch.from_numpy(GROUPED).to("cuda")
+
+    def matrix(expert: int, projection: str, kind: str) -> Tensor:
+        out, inputs = shape.matrix(projection)
+        at = places[f"{prefix}.{expert}.{projection}.{kind}"]
+        cols, dtype = (inputs // 8, torch.int32) if kind == "weight_packed" else (inputs // group, torch.bfloat16)
+        data = device[at : at + out * cols * dtype.itemsize]
+        whole = data.view(dtype).reshape(out, cols)
+        parts = whole.chunk(shape.moe_tp, dim=shape.axis(projection))
+        return parts[index]
+
+    def permuted(scales: Tensor) -> Tensor:
+        return scales.t().reshape(-1, scales.shape[0] // 64, 64)[..., order].reshape(scales.shape[1], scales.shape[0])
+
+    none = torch.empty(0, dtype=torch.int32, device="cuda")
+    for i, expert in enumerate(owned):
+        packed = torch.cat([matrix(expert, p, "weight_packed") for p in ("gate_proj", "up_proj")])
+        w13[i] = provider.repack(packed.t().contiguous(), none, hidden, 2 * local_size, 4)
+        s13[i] = permuted(torch.cat([matrix(expert, p, "weight_scale") for p in ("gate_proj", "up_proj")]))
+        w2[i] = provider.repack(matrix(expert, "down_proj", "weight_packed").t().contiguous(), none, local_size, hidden, 4)
+        s2[i] = permuted(matrix(expert, "down_proj", "weight_scale"))

@@ -1,0 +1,54 @@
+"""`convert --verify kernel`: each layer's written files go through the kernel before the layer counts as finished."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from threading import Lock
+
+from convert.checkpoint.source import Source
+from convert.errors import OutputError, UsageError
+from convert.planning.output import OutputPlan, OutputUnit
+
+Check = Callable[[OutputUnit], None]
+
+
+def kernel_check(source: Source, plan: OutputPlan, out: Path, device: str = "cuda") -> Check:
+    """A function that runs the kernel check on a unit whose files lie in OUT, one unit at a time.
+
+    Raises MachineError here, before anything is written, where no kernel loads. The function raises OutputError naming the first finding.
+    """
+    try:
+        from convert.checks.kernel.layer import LayerFiles
+        from convert.checks.kernel.layer_check import Scope
+        from convert.checks.kernel.results import KernelReport
+        from convert.checks.kernel.run import TOKENS, check_layer, load_provider
+    except ImportError as error:
+        raise UsageError(f"--verify kernel needs torch ({error}); pip install 'marlin-convert[torch]', or use --verify exact") from error
+
+    provider = load_provider(device, None)
+    top_k = int(source.model.text.get("num_experts_per_tok", 8))
+    lock = Lock()
+
+    def check(unit: OutputUnit) -> None:
+        if unit.source.experts_prefix is None or unit.source.layer is None:
+            return
+        files = LayerFiles(
+            out=out,
+            layer=unit.source.layer,
+            prefix=unit.source.experts_prefix,
+            layout=plan.layout,
+            shape=plan.shape,
+            experts=plan.experts,
+            tp=plan.topology.tp,
+            ep=plan.topology.ep,
+            ranks=plan.ranks,
+            place=lambda rank, name: (plan.path(unit, rank), unit.offset(name)),
+        )
+        report = KernelReport()
+        with lock:
+            check_layer(files, source, provider, device, Scope(plan.ranks, None, TOKENS, top_k), report)
+        if not report.ok:
+            raise OutputError(f"the kernel does not read what was converted ({len(report.findings)} findings): {report.findings[0]}")
+
+    return check
