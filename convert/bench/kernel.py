@@ -1,9 +1,9 @@
 """`bench kernel`: the Marlin MoE kernel on one converted layer of one rank, at the token counts of speculative decoding.
 
 How times are taken on a GPU: a CUDA graph of several calls is replayed and timed with events; the median over replays is divided by the number of
-calls. Weights are cold without flushing anything: each call in the graph has a routing of its own with the experts relabelled at random, and
-there are so many calls that they read several times the L2 cache between them. What a call must read (the words and scales of the experts it hits, on average
-over the calls) over the bandwidth of a device-to-device copy measured in the same run is the floor.
+calls. Weights are cold without flushing anything: each call in the graph has a routing of its own with the experts relabelled at random, and there
+are so many calls that they read several times the L2 cache between them. What a call must read (the words and scales of the experts it hits, on
+average over the calls) over the bandwidth of a device-to-device copy measured in the same run is the floor.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ class _Bench:
             "layer": layer.layer, "rank": layer.rank, "tp": layer.tp, "ep": layer.ep, "experts": layer.experts,
             "local_experts": layer.stop - layer.start, "top_k": layer.top_k, "hidden": layer.w13.size_k, "intermediate": layer.w2.size_k,
             "group_size": layer.group_size, "expert_bytes": layer.expert_bytes, "rounds": self._rounds,
-            "copy_bandwidth": bandwidth.median, "copy_spread": bandwidth.spread, "l2_bytes": self._l2, "environment": self._environment(), "notes": self._notes(), "rows": [asdict(row) for row in rows],
+            "copy_bandwidth": bandwidth.median, "copy_spread": bandwidth.spread, "l2_bytes": self._l2,
+            "environment": self._environment(), "notes": self._notes(), "rows": [asdict(row) for row in rows],
         }  # fmt: skip
 
     def copy_bandwidth(self) -> Summary:

@@ -17,13 +17,16 @@ from convert.shards.manifest import FusedTensor, Manifest, Shard, StoredTensor
 CHECKS = ("none", "exact", "kernel")
 
 
-def check_manifest(manifest: Manifest, kept: KeptSource, report: Report) -> None:
-    """Everything in the manifest that can be derived."""
+def check_manifest(manifest: Manifest, kept: KeptSource, report: Report) -> set[str]:
+    """Everything in the manifest that can be derived. Returns the paths of shards of which it says the right things."""
     report.add(*(Finding("manifest.json", f"says {what}") for what in _wrong_facts(manifest, kept)))
-    layers = {unit.name: unit.layer for unit in manifest.units}
+    layers, right = {unit.name: unit.layer for unit in manifest.units}, set()
     for shard in manifest.shards:
         problems = list(_wrong_shard(manifest, kept, shard))
         report.add(*(Finding(shard.path, f"the manifest says {what}", layers.get(shard.unit), rank=shard.rank) for what in problems))
+        if not problems:
+            right.add(shard.path)
+    return right
 
 
 def _wrong_facts(manifest: Manifest, kept: KeptSource) -> Iterator[str]:
@@ -45,8 +48,8 @@ def _wrong_facts(manifest: Manifest, kept: KeptSource) -> Iterator[str]:
         expected["layout"] |= {"num_bits": layout.num_bits, "symmetric": layout.symmetric, "b_q_type": name, "b_q_type_id": number}
     for section, values in expected.items():
         for key, value in values.items():
-            if document[section].get(key) != value:
-                yield f"{section}.{key} {document[section].get(key)}, it must be {value}"
+            if (given := document[section].get(key, "missing")) != value:
+                yield f"{section}.{key} {given}, it must be {value}"
     constants = model_constants(model.text)
     for key in sorted(constants.keys() | manifest.model.keys()):
         if manifest.model.get(key) != constants.get(key):

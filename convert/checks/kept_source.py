@@ -11,6 +11,7 @@ from typing import Any
 
 from convert.checkpoint.config import ModelConfig, parse_config
 from convert.checkpoint.header import Header, TensorEntry, parse_header
+from convert.checkpoint.identity import identity_from_json
 from convert.errors import ConvertError, OutputError
 from convert.shards.manifest import Manifest
 
@@ -36,6 +37,7 @@ class KeptSource:
 def read_kept_source(out: Path, manifest: Manifest) -> KeptSource:
     """Read source/. Raises OutputError where it is not whole or not of one piece with the manifest."""
     try:
+        identity_from_json(manifest.document["source"])  # whoever looks at it later finds it well-formed
         headers = []
         for file in manifest.document["source"]["files"]:
             raw = gzip.decompress((out / "source" / "headers" / f"{file['name']}.gz").read_bytes())

@@ -109,7 +109,6 @@ def check_coverage(manifest: Manifest, kept: KeptSource, report: Report) -> None
         for pattern in [source for origin in unit.tensors for source in origin.sources] + list(unit.checked):
             for name in (pattern.replace("{expert}", str(e)) for e in experts) if "{expert}" in pattern else (pattern,):
                 covered[name] = covered.get(name, 0) + 1
-    names = {unit.name for unit in manifest.units}
     for name, value in kept.digests.items():
         times = covered.pop(name, 0)
         if times > 1:
@@ -120,10 +119,18 @@ def check_coverage(manifest: Manifest, kept: KeptSource, report: Report) -> None
             report.add(Finding("source/digests.bin", f"has no digest of {name}"))
     for name in covered:
         report.add(Finding("manifest.json", f"a tensor is said to come from {name}, which the source does not have"))
+    _check_units(manifest, report)
+
+
+def _check_units(manifest: Manifest, report: Report) -> None:
+    """Every unit and every rank's shard of it is there."""
+    names = {unit.name for unit in manifest.units}
     expected = {f"layer-{layer:03d}" for layer in manifest.layers} | ({"top"} if manifest.complete else set())
     if missing := expected - names:
         report.add(Finding("manifest.json", f"unit {min(missing)} is missing"))
     per_unit = {name: sorted(shard.rank for shard in manifest.shards if shard.unit == name and shard.rank is not None) for name in names}
+    if "common" in names and sum(shard.unit == "common" for shard in manifest.shards) != 1:
+        report.add(Finding("manifest.json", "unit common has no shard, or more than one"))
     for name, ranks in per_unit.items():
         if name != "common" and ranks != sorted(manifest.ranks):
             report.add(Finding("manifest.json", f"unit {name} has shards of the ranks {ranks}, not of {list(manifest.ranks)}"))

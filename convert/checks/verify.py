@@ -47,12 +47,13 @@ def verify(out: str | os.PathLike[str], source: str | None = None, *, threads: i
         kept = read_kept_source(folder, manifest)
         check_listed_files(folder, manifest, report)
         check_documents(manifest, kept, folder, report)
-        check_manifest(manifest, kept, report)
+        right = check_manifest(manifest, kept, report)
         check_coverage(manifest, kept, report)
         opened = None if source is None else _open_same(source, manifest)
         if opened is not None:
             check_small_files(folder, opened, report)
         good = {shard.path for shard in manifest.shards if check_shard(folder, manifest, shard, kept.model.experts, report)}
+        good &= right
         _Data(folder, manifest, kept, opened, report, good).run(threads or os.cpu_count() or 1, progress)
     return report
 
@@ -88,7 +89,7 @@ class _Data:
     def _tasks(self) -> Iterator[Callable[[], None]]:
         for unit in self._manifest.units:
             shards = [shard for shard in self._manifest.shards if shard.unit == unit.name]
-            if any(shard.path not in self._good for shard in shards):
+            if not shards or any(shard.path not in self._good for shard in shards):
                 self._report.count(unproven=sum(len(origin.sources) for origin in unit.tensors))
                 continue
             yield from self._plain_tasks(unit, shards)

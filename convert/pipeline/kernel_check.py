@@ -19,7 +19,7 @@ def kernel_check(source: Source, plan: OutputPlan, out: Path, device: str = "cud
     Raises MachineError here, before anything is written, where no kernel loads. The function raises OutputError naming the first finding.
     """
     try:
-        from convert.checks.kernel.layer import LayerFiles
+        from convert.checks.kernel.layer import LayerFiles, originals_from_source
         from convert.checks.kernel.layer_check import Scope
         from convert.checks.kernel.results import KernelReport
         from convert.checks.kernel.run import TOKENS, check_layer, load_provider
@@ -47,7 +47,7 @@ def kernel_check(source: Source, plan: OutputPlan, out: Path, device: str = "cud
         )
         report = KernelReport()
         with lock:
-            check_layer(files, source, provider, device, Scope(plan.ranks, None, TOKENS, top_k), report)
+            check_layer(files, originals_from_source(source, files), provider, device, Scope(plan.ranks, None, TOKENS, top_k), report)
         if not report.ok:
             raise OutputError(f"the kernel does not read what was converted ({len(report.findings)} findings): {report.findings[0]}")
 

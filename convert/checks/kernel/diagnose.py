@@ -14,9 +14,7 @@ from convert.layout.scales import GROUPED, SINGLE
 FITS = 0.95
 
 
-def diagnose(
-    read: Tensor, pair: Pair, projection: str, others: Callable[[], Iterator[tuple[str, Pair]]]
-) -> str:
+def diagnose(read: Tensor, pair: Pair, projection: str, others: Callable[[], Iterator[tuple[str, Pair]]]) -> str:
     """Name the usual mistake that explains `read` [N, K] (weights as the kernel saw them), given the true codes and scales.
 
     `others` yields what the matrix might be instead: other ranks' slices, neighbouring experts. Returns "" where nothing fits.

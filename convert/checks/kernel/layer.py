@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 from convert.buffers import aligned_buffer
 from convert.checkpoint.source import Source
+from convert.checks.report import Finding
+from convert.files import digest
 from convert.layout.protocol import PROJECTIONS, ExpertShape, Layout
 from convert.layout.rows import Rows
 from convert.reads import Piece, PieceReader, plan_reads
@@ -91,26 +93,38 @@ def originals_from_source(source: Source, files: LayerFiles) -> Originals:
     return read
 
 
-def originals_restored(files: LayerFiles) -> Originals:
-    """The matrices restored from all ranks' shards by the inverse layout: what is left of them when the source is gone."""
+def originals_restored(files: LayerFiles, digests: Mapping[str, bytes], report: Callable[[Finding], None]) -> Originals:
+    """The matrices restored from all ranks' shards by the inverse layout: what is left of them when the source is gone.
+
+    Both sides of the kernel check then come from the same bytes, so each restored matrix is first compared with the digest that the published one
+    had (`digests`, kept in OUT); `report` gets a finding for each that differs.
+    """
+
+    shapes = {tensor.name: tensor.shape for tensor in files.layout.stacked(files.shape)}
+
+    def restore(
+        pieces: Mapping[int, dict[str, Bytes]], experts: range, i: int, projection: str
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint16]]:
+        out, inputs = files.shape.matrix(projection)
+        packed, scale = np.zeros((out, inputs // 16), np.uint64), np.zeros((out, inputs // files.shape.group_size), np.uint16)
+        words, scales = files.layout.targets(projection)
+        for index, rank in enumerate(pieces):
+            w = pieces[rank][words].view(np.uint64).reshape(len(experts), shapes[words][0], -1)[i]
+            s = pieces[rank][scales].view(np.uint16).reshape(len(experts), shapes[scales][0], -1)[i]
+            try:
+                files.layout.unpack(files.shape, projection, index, Rows.of(w), Rows.of(s), Rows.of(packed), Rows.of(scale))
+            except ValueError as error:
+                report(Finding(files.place(rank, f"{files.prefix}.{words}")[0], str(error), files.layer, experts.start + i, projection, rank))
+        for kind, matrix in (("weight_packed", packed), ("weight_scale", scale)):
+            if digests.get(f"{files.prefix}.{experts.start + i}.{projection}.{kind}") != digest(matrix):
+                what = f"{kind}, restored from all ranks, is not what the source had; `marlin-convert verify` says more"
+                report(Finding(f"layer-{files.layer:03d}.safetensors", what, files.layer, experts.start + i, projection))
+        return packed.view(np.int32), scale
 
     def read(experts: range) -> list[Original]:
-        result: list[Original] = [{} for _ in experts]
         group = experts.start // (files.experts // files.ep)
-        ranks = range(group * files.moe_tp, (group + 1) * files.moe_tp)
-        pieces = {rank: files.read(rank, experts) for rank in ranks}
-        shapes = {tensor.name: tensor.shape for tensor in files.layout.stacked(files.shape)}
-        for i in range(len(experts)):
-            for projection in PROJECTIONS:
-                out, inputs = files.shape.matrix(projection)
-                packed, scale = np.zeros((out, inputs // 16), np.uint64), np.zeros((out, inputs // files.shape.group_size), np.uint16)
-                words, scales = files.layout.targets(projection)
-                for index, rank in enumerate(ranks):
-                    w = pieces[rank][words].view(np.uint64).reshape(len(experts), shapes[words][0], -1)[i]
-                    s = pieces[rank][scales].view(np.uint16).reshape(len(experts), shapes[scales][0], -1)[i]
-                    files.layout.unpack(files.shape, projection, index, Rows.of(w), Rows.of(s), Rows.of(packed), Rows.of(scale))
-                result[i][projection] = (packed.view(np.int32), scale)
-        return result
+        pieces = {rank: files.read(rank, experts) for rank in range(group * files.moe_tp, (group + 1) * files.moe_tp)}
+        return [{projection: restore(pieces, experts, i, projection) for projection in PROJECTIONS} for i in range(len(experts))]
 
     return read
 

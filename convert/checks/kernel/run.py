@@ -15,7 +15,7 @@ from convert.checkpoint.config import ModelConfig
 from convert.checkpoint.identity import identify, identity_from_json
 from convert.checkpoint.source import Source, open_source
 from convert.checks.kept_source import read_kept_source
-from convert.checks.kernel.layer import LayerFiles, originals_from_source, originals_restored
+from convert.checks.kernel.layer import LayerFiles, Originals, originals_from_source, originals_restored
 from convert.checks.kernel.layer_check import LayerCheck, Scope, sampled
 from convert.checks.kernel.results import KernelReport
 from convert.errors import MachineError, SourceError, UsageError
@@ -53,7 +53,8 @@ def verify_kernel(
     refuse_known_wrong(manifest)
     chosen = load_provider(device, provider)
     opened = None if source is None else _open_same(source, manifest)
-    model = opened.model if opened is not None else read_kept_source(folder, manifest).model
+    kept = read_kept_source(folder, manifest)
+    model = kept.model
     report = KernelReport(environment=environment(chosen, manifest))
     units = [unit for unit in manifest.units if unit.layer is not None and any(origin.rule == "experts" for origin in unit.tensors)]
     wanted = _subset("layer", layers, [unit.layer for unit in units if unit.layer is not None])
@@ -69,15 +70,15 @@ def verify_kernel(
         if progress is not None:
             progress(done, len(wanted))
         files = manifest_files(folder, manifest, unit, model)
-        check_layer(files, opened, chosen, device, scope, report)
+        originals = originals_from_source(opened, files) if opened is not None else originals_restored(files, kept.digests, report.findings.append)
+        check_layer(files, originals, chosen, device, scope, report)
     if progress is not None:
         progress(len(wanted), len(wanted))
     return report
 
 
-def check_layer(files: LayerFiles, source: Source | None, provider: Provider, device: str, scope: Scope, report: KernelReport) -> None:
+def check_layer(files: LayerFiles, originals: Originals, provider: Provider, device: str, scope: Scope, report: KernelReport) -> None:
     """Check one layer into `report`."""
-    originals = originals_restored(files) if source is None else originals_from_source(source, files)
     begin = time.perf_counter()
     try:
         with torch.inference_mode():

@@ -1,0 +1,194 @@
+"""The kernel check on a CPU, with the model of the kernel: what is right passes, and every usual mistake is caught and named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from checkpoints import Checkpoint
+from mistakes import Planted, mistakes, plant
+
+from convert.checks.kernel.results import KernelReport
+from convert.checks.kernel.run import verify_kernel
+from convert.errors import MachineError, SourceError, UsageError
+
+SPLITS = [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4)]
+LAYER = 1
+SCHEMA = json.loads((Path(__file__).parents[2] / "schemas" / "kernel-report.schema.json").read_text())
+
+Converted = Callable[..., Path]
+
+
+def check(out: Path, source: Checkpoint | None = None, **scope: Any) -> KernelReport:
+    folder = None if source is None else str(source.folder)
+    return verify_kernel(out, folder, device="cpu", **({"tokens": ()} | scope))
+
+
+def assert_named(report: KernelReport, planted: Planted) -> None:
+    """Exactly the planted mistake is found: where it is, and what it looks like."""
+    assert not report.ok
+    found = {finding.expert: finding for finding in report.findings}
+    assert sorted(found) == list(planted.experts)
+    assert len(report.findings) == len(planted.experts)
+    for finding in report.findings:
+        assert (finding.layer, finding.projection, finding.rank) == (planted.layer, planted.projection, planted.rank)
+        assert finding.path == f"rank-{planted.rank:02d}-of-04/layer-{planted.layer:03d}.safetensors"
+    said = found[planted.expert].what
+    assert said.startswith(f"{planted.matrix}: the kernel reads ")
+    assert planted.looks in said
+    assert ("looks as if" in said) == bool(planted.looks)
+    bad = [verdict for verdict in report.verdicts if not verdict.ok]
+    assert {(v.rank, v.expert, v.projection) for v in bad} == {(planted.rank, expert, planted.matrix) for expert in planted.experts}
+    if planted.wrong is not None:
+        assert [1 <= (verdict.wrong or 0) <= planted.wrong for verdict in bad] == [True]
+
+
+@pytest.mark.parametrize(("tp", "ep"), SPLITS)
+@pytest.mark.parametrize("padded", [False, True])
+def test_what_was_converted_passes(converted: Converted, small: Checkpoint, narrow: Checkpoint, tp: int, ep: int, padded: bool) -> None:
+    out, checkpoint = converted(tp, ep, padded), narrow if padded else small
+    for source in (checkpoint, None):
+        report = check(out, source, tokens=(1, 9))
+        assert report.findings == []
+        owned = {rank: range(rank // (tp // ep) * 4 // ep, (rank // (tp // ep) + 1) * 4 // ep) for rank in range(tp)}
+        expected = {(rank, expert, name) for rank in range(tp) for expert in owned[rank] for name in ("w13", "w2")}
+        assert {(verdict.rank, verdict.expert, verdict.projection) for verdict in report.verdicts} == expected
+        assert all(verdict.ok and verdict.wrong == 0 for verdict in report.verdicts)
+        assert [(verdict.tokens, verdict.ok) for verdict in report.fused] == [(1, True), (9, True)]
+        local = max(checkpoint.dims.moe_intermediate * ep // tp, 64)
+        assert report.weights_read_back == tp * 4 // ep * 3 * 128 * local
+        assert not report.skipped
+
+
+@pytest.mark.parametrize("matrix", ["w13", "w2"])
+@pytest.mark.parametrize(("ep", "rank", "expert"), [(1, 2, 1), (2, 3, 2)])
+def test_every_mistake_is_caught_and_named(
+    converted: Converted, small: Checkpoint, tmp_path: Path, matrix: str, ep: int, rank: int, expert: int
+) -> None:
+    whole = converted(4, ep)
+    for i, mistake in enumerate(mistakes(matrix, 4 // ep)):
+        out = shutil.copytree(whole, tmp_path / str(i))
+        planted = plant(out, mistake, LAYER, rank, expert, matrix)
+        assert_named(check(out, small), planted)
+
+
+@pytest.mark.parametrize("matrix", ["w13", "w2"])
+def test_every_mistake_is_caught_when_the_source_is_gone(converted: Converted, tmp_path: Path, matrix: str) -> None:
+    """The originals are then restored from the spoiled bytes, so it is the kept digests that tell."""
+    whole = converted(4)
+    for i, mistake in enumerate(mistakes(matrix, 4)):
+        out = shutil.copytree(whole, tmp_path / str(i))
+        planted = plant(out, mistake, LAYER, 2, 1, matrix)
+        report = check(out, ranks=(2,))
+        assert {finding.expert for finding in report.findings} == set(planted.experts), mistake
+        assert {finding.layer for finding in report.findings} == {LAYER}
+        allowed = {"gate_proj", "up_proj"} if matrix == "w13" else {"down_proj"}
+        assert {finding.projection for finding in report.findings} <= allowed, mistake
+        assert all("is not what the source had" in finding.what for finding in report.findings)
+
+
+@pytest.mark.parametrize("matrix", ["w13", "w2"])
+def test_mistakes_are_caught_beside_padding(converted: Converted, narrow: Checkpoint, tmp_path: Path, matrix: str) -> None:
+    for i, mistake in enumerate(("another rank's slice", "experts shifted by one", "one nibble", "one last bit of one scale")):
+        out = shutil.copytree(converted(4, 1, True), tmp_path / str(i))
+        planted = plant(out, mistake, LAYER, 3, 2, matrix)
+        assert_named(check(out, narrow), planted)
+
+
+def test_what_is_in_the_padding_must_be_nothing(converted: Converted, narrow: Checkpoint, tmp_path: Path) -> None:
+    from mistakes import _open
+
+    out = shutil.copytree(converted(4, 1, True), tmp_path / "out")
+    _, scales = _open(out, json.loads((out / "manifest.json").read_bytes()), LAYER, 0, "w2")
+    assert not scales[1, -1].any()
+    scales[1, -1, 5] = 0x3C00
+    finding = check(out, narrow).findings[0]
+    assert (finding.expert, finding.projection, finding.rank) == (1, "down_proj", 0)
+
+
+def test_a_mistake_shows_in_the_fused_sum_too(converted: Converted, small: Checkpoint, tmp_path: Path) -> None:
+    out = shutil.copytree(converted(2), tmp_path / "out")
+    plant(out, "another rank's slice", LAYER, 0, 1)
+    report = check(out, small, tokens=(9,))
+    assert [verdict.ok for verdict in report.fused] == [False]
+    assert any("fused MoE over all ranks" in finding.what for finding in report.findings)
+
+
+def test_scope(converted: Converted, small: Checkpoint, tmp_path: Path) -> None:
+    out = shutil.copytree(converted(4), tmp_path / "out")
+    plant(out, "one nibble", LAYER, 1, 2)
+    assert not check(out, small).ok
+    outside: list[dict[str, Any]] = [{"experts": [0, 1, 3]}, {"ranks": [0, 2, 3]}, {"sample": 2}]
+    for scope in outside:
+        report = check(out, small, tokens=(1,), **scope)
+        assert report.ok, scope
+        assert report.fused == []
+        assert report.skipped == ["layer 1: the fused MoE needs all ranks and all experts"]
+    assert {verdict.expert for verdict in check(out, small, sample=2).verdicts} == {0, 3}
+    assert {(v.expert, v.rank) for v in check(out, small, experts=[2], ranks=[1, 3]).verdicts} == {(2, 1), (2, 3)}
+    assert not check(out, small, experts=[2], ranks=[1]).ok
+    for wrong in ({"layers": [0]}, {"ranks": [4]}, {"experts": [4]}):
+        with pytest.raises(UsageError, match="there is no"):
+            check(out, small, **wrong)
+
+
+def test_some_ranks_only(converted: Converted, small: Checkpoint) -> None:
+    out = converted(4, 1, False, (1, 2))
+    report = check(out, small, tokens=(1,))
+    assert report.ok
+    assert {verdict.rank for verdict in report.verdicts} == {1, 2}
+    assert report.skipped == ["layer 1: the fused MoE needs all ranks and all experts"]
+    with pytest.raises(UsageError, match="give --source"):
+        check(out)
+
+
+def test_another_source_is_refused(converted: Converted, narrow: Checkpoint) -> None:
+    with pytest.raises(SourceError, match="is not what this output was made from"):
+        check(converted(2), narrow)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu(converted: Converted, command: Callable[..., tuple[int, str, str]]) -> None:
+    with pytest.raises(MachineError, match="sees no CUDA GPU"):
+        verify_kernel(converted(2))
+    code, _, said = command("verify", converted(2), "--kernel")
+    assert code == 4
+    assert "sees no CUDA GPU" in said
+
+
+def test_the_reference_is_no_gpu_provider(converted: Converted) -> None:
+    with pytest.raises(UsageError, match="no provider is called"):
+        check(converted(2), provider="nonsense")
+    with pytest.raises(UsageError, match="works on cpu, not on cuda"):
+        verify_kernel(converted(2), device="cuda", provider="reference")
+
+
+def test_report(converted: Converted, small: Checkpoint, tmp_path: Path) -> None:
+    good = check(converted(2), small, tokens=(1,)).as_json()
+    jsonschema.validate(good, SCHEMA)
+    assert len(good["experts"]) == 16
+    out = shutil.copytree(converted(2), tmp_path / "out")
+    plant(out, "missing -8", LAYER, 0, 3, "w2")
+    bad = check(out, small, tokens=(1,)).as_json()
+    jsonschema.validate(bad, SCHEMA)
+    assert not bad["ok"]
+    jsonschema.validate(check(out, small, sample=1, tokens=(1,)).as_json(every_expert=False), SCHEMA)
+
+
+def test_on_the_command_line(converted: Converted, small: Checkpoint, command: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    arguments = ("--kernel", "--device", "cpu", "--tokens", "1", "--source", small.folder)
+    code, said, _ = command("verify", converted(2), *arguments, "--report", tmp_path / "report")
+    assert code == 0, said
+    jsonschema.validate(json.loads((tmp_path / "report" / "kernel-report.json").read_text()), SCHEMA)
+    out = shutil.copytree(converted(2), tmp_path / "out")
+    plant(out, "gate and up swapped", LAYER, 1, 3)
+    code, said, _ = command("verify", out, *arguments)
+    assert code == 1
+    assert "layer 1, expert 3, gate_proj, rank 1" in said
+    assert "gate and up are swapped" in said

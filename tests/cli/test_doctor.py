@@ -1,0 +1,194 @@
+"""doctor: right about the machine it runs on, and about machines it is told of."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+
+from convert import doctor
+from convert.doctor import Answer, Torch, advice, examine
+
+SCHEMA = json.loads((Path(__file__).parents[2] / "schemas" / "doctor.schema.json").read_text())
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+NO_TORCH = Torch(None, None, (), "torch is not installed")
+H200 = {"name": "NVIDIA H200", "capability": "9.0", "memory_bytes": 150 * 10**9, "multiprocessors": 132}
+
+Command = Callable[..., tuple[int, str, str]]
+
+SMI = """#!/bin/sh
+if [ $# -gt 0 ]; then echo "NVIDIA H200, 580.159.04, 143771, 9.0"; else echo "| Driver Version: 580.159.04     CUDA Version: 13.0  |"; fi
+"""
+
+
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose driver sees an H200."""
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(SMI)
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+
+
+@NO_GPU
+def test_without_a_gpu(command: Command, tmp_path: Path) -> None:
+    code, said, _ = command("doctor", tmp_path)
+    assert code == 0
+    last = said.splitlines()[-3:]
+    assert last[0].startswith("conversion: yes")
+    assert last[1] == "verification: yes"
+    assert last[2].startswith(f"kernel check: no: torch {torch.__version__} sees no CUDA GPU")
+    assert "sgl_kernel        does not load: " in said
+    assert command("doctor", tmp_path, "--kernel")[0] == 4
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_json(command: Command, tmp_path: Path) -> None:
+    code, said, _ = command("doctor", tmp_path / "not" / "there", "--json")
+    found = json.loads(said)
+    jsonschema.validate(found, SCHEMA)
+    assert code == 0
+    assert found["place"]["probed"] == str(tmp_path)
+    assert found["place"]["writable"]
+    assert found["packages"]["torch"] == torch.__version__
+    assert found["machine"]["python"].endswith(".".join(map(str, sys.version_info[:3])))
+    assert len(found["providers"]) == 3
+
+
+def test_a_place_that_cannot_be_written(command: Command) -> None:
+    code, said, _ = command("doctor", "/proc/marlin")
+    assert code == 4
+    assert "conversion: no: /proc: no file can be made there" in said
+    assert "verification: yes" in said
+
+
+def test_no_direct_io(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "open_direct", lambda path, flags: None)
+    found = examine(tmp_path)
+    assert not found.place["direct_io"]
+    assert found.conversion.ok
+    assert "the file system has no direct I/O" in found.conversion.reason
+
+
+def test_few_open_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (256, 4096))
+    found = examine(tmp_path)
+    assert not found.conversion.ok
+    assert "ulimit -n 512" in found.conversion.reason
+    assert found.verification.ok
+
+
+def test_a_missing_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    real = doctor._installed
+    monkeypatch.setattr(doctor, "_installed", lambda module: module != "xxhash" and real(module))
+    found = examine(tmp_path)
+    for answer in (found.conversion, found.verification, found.kernel):
+        assert not answer.ok
+        assert "the package xxhash is not installed" in answer.reason
+
+
+def test_no_place_for_compiled_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake = types.SimpleNamespace(pack_words=types.SimpleNamespace(stats=types.SimpleNamespace(cache_path=None)))
+    real = doctor.importlib.import_module
+    monkeypatch.setattr(doctor.importlib, "import_module", lambda name: fake if name == "convert.layout.words" else real(name))
+    found = examine(tmp_path)
+    assert not found.numba_cache["writable"]
+    assert "NUMBA_CACHE_DIR" in found.numba_cache["reason"]
+    assert found.conversion.ok
+
+
+def test_torch_is_not_imported_unless_installed() -> None:
+    code = (
+        "import sys, importlib.util as u; real = u.find_spec;"
+        "u.find_spec = lambda name, *a: None if name == 'torch' else real(name, *a);"
+        "from convert.cli import run; code = run(['doctor', '--json']); sys.exit(code or 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    jsonschema.validate(found, SCHEMA)
+    assert found["torch"] == {"version": None, "cuda": None, "gpus": [], "problem": "torch is not installed"}
+    assert found["conversion"]["ok"]
+    assert not found["kernel"]["ok"]
+    assert "torch is not installed" in found["kernel"]["reason"]
+
+
+@NO_GPU
+@pytest.mark.usefixtures("smi")
+def test_a_driver_but_no_torch_for_it(tmp_path: Path) -> None:
+    found = examine(tmp_path)
+    assert found.driver == {
+        "version": "580.159.04", "cuda": "13.0", "problem": "", "gpus": [{"name": "NVIDIA H200", "memory_mib": 143771, "capability": "9.0"}],
+    }  # fmt: skip
+    jsonschema.validate(found.as_json(), SCHEMA)
+    assert not found.kernel.ok
+    if torch.version.cuda is None:
+        assert "is a build without CUDA: in a fresh environment, pip install 'marlin-convert[sglang]'" in found.kernel.reason
+
+
+def gpu_machine(monkeypatch: pytest.MonkeyPatch, available: bool, capability: str = "9.0") -> None:
+    """A machine with torch for CUDA 13 and a GPU, where a provider loads or not."""
+    monkeypatch.setattr(doctor, "_torch", lambda: Torch("2.13.0+cu130", "13.0", (H200 | {"capability": capability},), ""))
+    reason = "" if available else "sglang is not installed"
+    provider = {"name": "sglang.kernels", "available": available, "reason": reason, "install": "x", "version": None}
+    monkeypatch.setattr(doctor, "_providers", lambda found: [provider])
+
+
+@pytest.mark.usefixtures("smi")
+def test_with_a_gpu_and_the_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Command) -> None:
+    gpu_machine(monkeypatch, True)
+    assert examine(tmp_path).kernel == Answer(True, "sglang.kernels loads; doctor --kernel also runs it")
+    monkeypatch.setattr(doctor, "_run_kernel", lambda: "")
+    code, said, _ = command("doctor", tmp_path, "--kernel")
+    assert code == 0
+    assert said.splitlines()[-1] == "kernel check: yes: sglang.kernels ran and read every weight back"
+    monkeypatch.setattr(doctor, "_run_kernel", lambda: "it reads 5 of 9 weights wrongly")
+    code, said, _ = command("doctor", tmp_path, "--kernel")
+    assert code == 4
+    assert said.splitlines()[-1] == "kernel check: no: sglang.kernels loads, but it reads 5 of 9 weights wrongly"
+
+
+def test_with_a_gpu_that_was_not_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gpu_machine(monkeypatch, True, "12.0")
+    assert "on capability 9.0 only, this is 12.0" in examine(tmp_path).kernel.reason
+
+
+def test_with_a_gpu_but_no_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gpu_machine(monkeypatch, False)
+    found = examine(tmp_path)
+    assert not found.kernel.ok
+    assert "sglang.kernels: sglang is not installed" in found.kernel.reason
+    assert "pip install 'sglang>=0.5.18,<0.6'" in found.kernel.reason
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ((None, None, None, False), ""),
+        (("2.13.0+cpu", None, None, False), ""),
+        (("2.13.0+cpu", None, "13.0", True), "build without CUDA: in a fresh environment, pip install 'marlin-convert[sglang]'"),
+        (("2.9.1+cpu", None, "12.8", True), "build without CUDA: in a fresh environment, pip install 'marlin-convert[sgl-kernel]'"),
+        ((None, None, "13.0", True), "CUDA 13: pip install 'marlin-convert[sglang]'"),
+        ((None, None, "12.4", True), "CUDA 12: pip install 'marlin-convert[sgl-kernel]'"),
+        ((None, None, "11.8", True), "the driver is too old"),
+        (("2.9.1+cu128", "12.8", "13.0", True), "CUDA 12: pip install 'marlin-convert[sgl-kernel]'"),
+        (("2.11.0+cu130", "13.0", "13.0", True), "pip install 'sglang==0.5.17'"),
+        (("2.14.1+cu130", "13.0", "13.1", True), "pip install 'sglang>=0.5.18,<0.6'"),
+        (("2.10.0+cu130", "13.0", "13.1", True), "in a fresh environment, pip install 'marlin-convert[sglang]'"),
+    ],
+)
+def test_advice(found: tuple[Any, ...], said: str) -> None:
+    answer = advice(*found)
+    assert said in answer
+    assert bool(answer) == bool(said)

@@ -1,0 +1,75 @@
+"""The kernel check with the real kernel: what is right passes, every usual mistake is caught and named, at small and at full K2.6 width."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import Checkpoint, make_layers, make_small
+from mistakes import mistakes, plant
+
+from convert.checks.kernel.run import verify_kernel
+from convert.kernels.providers import probe
+from convert.pipeline.convert import convert
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason=f"torch {torch.__version__} sees no CUDA GPU"),
+]
+
+#: name -> (MoE layer, tp, the rank and the expert that mistakes are planted in)
+CASES = {"small": (1, 4, 2, 1), "full width": (0, 8, 5, 2)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def provider() -> None:
+    reports = probe()
+    if not any(report.available for report in reports):
+        pytest.skip("; ".join(f"{report.name}: {report.reason}" for report in reports))
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Checkpoint, Path]]:
+    """A name of `CASES`, a checkpoint and that converted."""
+    folder = tmp_path_factory.mktemp("gpu")
+    if request.param == "small":
+        made = make_small(folder / "checkpoint", hidden=128, intermediate=128, moe_intermediate=256, experts=4, layers=2, vocab=64, vt_layers=1)
+    else:
+        made = make_layers(folder / "checkpoint", experts=8)
+    convert(str(made.folder), folder / "out", tp=CASES[request.param][1])
+    yield request.param, made, folder / "out"
+    shutil.rmtree(folder)
+
+
+def test_what_was_converted_passes(case: tuple[str, Checkpoint, Path]) -> None:
+    name, checkpoint, out = case
+    for source in (str(checkpoint.folder), None):
+        report = verify_kernel(out, source)
+        assert report.findings == []
+        assert len(report.verdicts) == CASES[name][1] * checkpoint.dims.experts * 2
+        assert [verdict.tokens for verdict in report.fused] == [1, 9, 90, 330]
+        assert report.skipped == []
+
+
+@pytest.mark.parametrize("matrix", ["w13", "w2"])
+def test_every_mistake_is_caught_and_named(case: tuple[str, Checkpoint, Path], tmp_path: Path, matrix: str) -> None:
+    name, checkpoint, whole = case
+    layer, tp, rank, expert = CASES[name]
+    for mistake in mistakes(matrix, tp):
+        out = shutil.copytree(whole, tmp_path / "out")
+        planted = plant(out, mistake, layer, rank, expert, matrix)
+        report = verify_kernel(out, str(checkpoint.folder), tokens=())
+        found = {finding.expert: finding for finding in report.findings}
+        assert sorted(found) == list(planted.experts), mistake
+        assert {(f.layer, f.projection, f.rank) for f in report.findings} == {(layer, planted.projection, rank)}, mistake
+        said = found[expert].what
+        assert planted.looks in said, mistake
+        assert ("looks as if" in said) == bool(planted.looks), mistake
+        if planted.wrong is not None:
+            wrong = [verdict.wrong or 0 for verdict in report.verdicts if not verdict.ok]
+            assert len(wrong) == 1, mistake
+            assert 1 <= wrong[0] <= planted.wrong, mistake
+        shutil.rmtree(out)

@@ -1,0 +1,67 @@
+"""Torch views of a rank hold the very bytes that the numpy views do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import make_small
+
+from convert import convert, open_shards
+
+torch = pytest.importorskip("torch", reason="torch views need torch")
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("device")
+    make_small(folder / "source", layers=2)
+    convert(str(folder / "source"), folder / "out", tp=2)
+    return folder / "out"
+
+
+def test_host_tensors_are_the_stored_bytes(converted: Path) -> None:
+    from convert.shards.device import load_rank
+
+    shards = open_shards(converted, 1)
+    loaded = load_rank(converted, 1, device="cpu")
+    names = shards.names() + shards.fused_names()
+    assert sorted(loaded.tensors) == sorted(names)
+    for name in names:
+        array, tensor = shards[name], loaded[name]
+        assert tuple(tensor.shape) == array.shape
+        assert tensor.contiguous().view(torch.uint8).numpy().tobytes() == np.ascontiguousarray(array).tobytes()
+
+
+def test_fused_view_is_its_members_one_after_the_other(converted: Path) -> None:
+    from convert.shards.device import load_rank
+
+    loaded = load_rank(converted, 0, device="cpu", units=["layer-001"])
+    prefix = "language_model.model.layers.1.self_attn."
+    fused = loaded[prefix + "fused_qkv_a_proj_with_mqa.weight"]
+    parts = [loaded[prefix + "q_a_proj.weight"], loaded[prefix + "kv_a_proj_with_mqa.weight"]]
+    assert torch.equal(fused, torch.cat(parts))
+    assert fused.data_ptr() == parts[0].data_ptr()
+    assert not any(name.startswith("language_model.model.layers.0.") for name in loaded.tensors)
+
+
+def test_exchanged_layers_are_refused(converted: Path) -> None:
+    folder = converted / "rank-00-of-02"
+    first, second = folder / "layer-000.safetensors", folder / "layer-001.safetensors"
+    shards = open_shards(converted, 0)
+    assert shards.names("layer-001")[0] in shards.names()
+    if first.stat().st_size != second.stat().st_size:
+        from convert.errors import OutputError
+
+        spare = folder / "spare"
+        first.rename(spare)
+        second.rename(first)
+        spare.rename(second)
+        try:
+            with pytest.raises(OutputError, match="bytes, the manifest says"):
+                shards[shards.names("layer-001")[0]]
+        finally:
+            first.rename(spare)
+            second.rename(first)
+            spare.rename(second)

@@ -1,0 +1,197 @@
+"""A sealed document shows every change of its bytes; a manifest that is none is an OutputError and nothing else."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from convert.errors import OutputError
+from convert.shards.manifest import (
+    FusedTensor,
+    ListedFile,
+    Manifest,
+    Origin,
+    StoredTensor,
+    parse_manifest,
+    quantization_config,
+    read_manifest,
+    seal_holds,
+    sealed,
+)
+
+DOCUMENT: dict[str, Any] = {
+    "layout": {"id": "moe_wna16_marlin.u4b8", "num_bits": 4, "group_size": 32, "symmetric": True},
+    "checks": "exact",
+    "source": {"id": "0123456789abcdef0123456789abcdef", "files": 1, "tensors": 3, "payload_bytes": 5},
+    "parallel": {"tp": 2, "ep": 1, "moe_tp": 2, "padding": None, "rules": "0" * 32},
+    "ranks": [0, 1], "layers": [0], "complete": True, "model": {"hidden_size": 256},
+    "units": [
+        {"name": "layer-000", "layer": 0, "tensors": [{"tensor": "a", "rule": "row", "axis": 1, "parts": "tp", "from": ["a"]}], "checked": ["s"]}
+    ],
+    "shards": [
+        {
+            "path": "rank-00-of-02/layer-000.safetensors", "unit": "layer-000", "rank": 0, "size": 8192, "header": "1" * 32, "digest": "2" * 32,
+            "tensors": [
+                {"name": "a", "dtype": "BF16", "shape": [2, 3], "offset": 4096, "size": 12, "digest": "3" * 32},
+                {"name": "w", "dtype": "I32", "shape": [2, 1], "offset": 4108, "size": 8, "digest": "4" * 32, "experts": 0},
+            ],
+            "fused": [{"name": "f", "dtype": "BF16", "shape": [4, 3], "offset": 4096, "members": ["a", "b"]}],
+        }
+    ],
+    "files": [{"path": "config.json", "size": 3, "digest": "5" * 32}],
+}  # fmt: skip
+PATH = Path("out/manifest.json")
+
+
+def test_the_seal_is_as_the_format_page_says() -> None:
+    raw = sealed(DOCUMENT)
+    document = json.loads(raw)
+    assert list(document)[:3] == ["format", "format_version", "digest"]
+    assert (document["format"], document["format_version"]) == ("marlin-convert", 1)
+    assert {key: value for key, value in document.items() if key in DOCUMENT} == DOCUMENT
+    zeroed = raw.replace(document["digest"].encode(), b"0" * 32, 1)
+    assert document["digest"] == xxhash.xxh3_128_hexdigest(zeroed)
+    assert seal_holds(raw)
+
+
+def test_every_flipped_bit_is_seen() -> None:
+    raw = bytearray(sealed(DOCUMENT))
+    for bit in range(8 * len(raw)):
+        raw[bit // 8] ^= 1 << bit % 8
+        assert not seal_holds(bytes(raw)), raw[bit // 8 - 5 : bit // 8 + 5]
+        raw[bit // 8] ^= 1 << bit % 8
+    assert seal_holds(bytes(raw))
+
+
+@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_every_other_change_is_seen(data: st.DataObject) -> None:
+    raw = sealed(DOCUMENT)
+    at = data.draw(st.integers(0, len(raw)))
+    end = data.draw(st.integers(at, min(len(raw), at + 40)))
+    changed = raw[:at] + data.draw(st.binary(max_size=40)) + raw[end:]
+    assert seal_holds(changed) == (changed == raw)
+
+
+@pytest.mark.parametrize("raw", [b"", b"{}", b'"digest":"', b'{"digest":""}', b'{"digest":"' + b"0" * 32 + b'"}', b"\xff" * 50])
+def test_what_has_no_seal(raw: bytes) -> None:
+    assert not seal_holds(raw)
+
+
+def test_a_manifest_as_read(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_bytes(sealed(DOCUMENT))
+    manifest = read_manifest(tmp_path)
+    assert (manifest.tp, manifest.ep, manifest.ranks, manifest.layers, manifest.complete) == (2, 1, (0, 1), (0,), True)
+    assert (manifest.checks, manifest.layout_id, manifest.group_size) == ("exact", "moe_wna16_marlin.u4b8", 32)
+    assert (manifest.source_id, manifest.model) == ("0123456789abcdef0123456789abcdef", {"hidden_size": 256})
+    (unit,) = manifest.units
+    assert (unit.name, unit.layer, unit.checked, unit.tensors) == ("layer-000", 0, ("s",), (Origin("a", "row", 1, "tp", ("a",)),))
+    (shard,) = manifest.shards
+    assert (shard.path, shard.unit, shard.rank, shard.size) == ("rank-00-of-02/layer-000.safetensors", "layer-000", 0, 8192)
+    assert (shard.header, shard.digest) == ("1" * 32, "2" * 32)
+    assert shard.tensors == (
+        StoredTensor("a", "BF16", (2, 3), 4096, 12, "3" * 32, None),
+        StoredTensor("w", "I32", (2, 1), 4108, 8, "4" * 32, 0),
+    )
+    assert shard.fused == (FusedTensor("f", "BF16", (4, 3), 4096, ("a", "b")),)
+    assert manifest.files == (ListedFile("config.json", 3, "5" * 32),)
+
+
+def test_a_manifest_that_is_not_there_or_not_whole(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match=r"has no manifest\.json; is it a converted folder\?"):
+        read_manifest(tmp_path)
+    (tmp_path / ".work").mkdir()
+    with pytest.raises(OutputError, match="has not finished: run the same convert command again"):
+        read_manifest(tmp_path)
+    (tmp_path / "manifest.json").write_bytes(sealed(DOCUMENT).replace(b'"ranks":[0,1]', b'"ranks":[1,0]'))
+    with pytest.raises(OutputError, match="do not match its own digest"):
+        read_manifest(tmp_path)
+    (tmp_path / "manifest.json").unlink()
+    (tmp_path / "manifest.json").mkdir()
+    with pytest.raises(OutputError, match="cannot be read"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(("key", "value"), [("format", "other"), *(("format_version", value) for value in (2, 0, "1", True, 1.0, None))])
+def test_another_format_or_version(key: str, value: Any) -> None:
+    raw = json.dumps(json.loads(sealed(DOCUMENT)) | {key: value}).encode()
+    with pytest.raises(OutputError, match="this program reads marlin-convert version 1"):
+        parse_manifest(raw, PATH)
+
+
+@pytest.mark.parametrize("raw", [b"", b"[]", b"7", b'"format"', b"null", b"{}", b"[" * 100_000, b"\xff\xfe", sealed(DOCUMENT)[:-1]])
+def test_what_is_no_manifest(raw: bytes) -> None:
+    with pytest.raises(OutputError, match=r"out/manifest\.json: not a manifest of this format"):
+        parse_manifest(raw, PATH)
+
+
+def test_a_key_twice() -> None:
+    raw = sealed(DOCUMENT).replace(b'"ranks":[0,1]', b'"ranks":[0,1],"ranks":[0]')
+    with pytest.raises(OutputError, match="a key stands twice"):
+        parse_manifest(raw, PATH)
+
+
+def test_every_key_is_needed() -> None:
+    whole = json.loads(sealed(DOCUMENT))
+    for *above, key in paths(whole):
+        if isinstance(key, int) or above[:1] in (["model"],) or key in ("digest", "num_bits", "symmetric", "moe_tp", "padding", "rules"):
+            continue
+        if (above, key) in ((["source"], "files"), (["source"], "tensors"), (["source"], "payload_bytes")) or key in ("model", "experts"):
+            continue
+        document = copy.deepcopy(whole)
+        section: Any = document
+        for step in above:
+            section = section[step]
+        del section[key]
+        with pytest.raises(OutputError):
+            parse_manifest(json.dumps(document).encode(), PATH)
+
+
+def paths(section: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where every value of a document is."""
+    found = [above] if above else []
+    for key, inner in section.items() if isinstance(section, dict) else enumerate(section) if isinstance(section, list) else ():
+        found += paths(inner, (*above, key))
+    return found
+
+
+plain = st.one_of(st.none(), st.booleans(), st.integers(-3, 10**6), st.floats(), st.text(max_size=4))
+odd = st.one_of(plain, st.lists(plain, max_size=3), st.dictionaries(st.text(max_size=3), plain, max_size=2))
+
+
+@settings(deadline=None, max_examples=400, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data(), count=st.integers(1, 2))
+def test_mutated_manifests(data: st.DataObject, count: int) -> None:
+    document = json.loads(sealed(DOCUMENT))
+    for _ in range(count):
+        *above, key = data.draw(st.sampled_from(paths(document)))
+        section: Any = document
+        for step in above:
+            section = section[step]
+        section[key] = data.draw(odd)
+    try:
+        manifest = parse_manifest(json.dumps(document).encode(), PATH)
+    except OutputError as error:
+        said = str(error)
+    else:
+        assert isinstance(manifest, Manifest)
+        numbers = [manifest.tp, manifest.ep, manifest.group_size, *manifest.ranks, *manifest.layers]
+        numbers += [n for shard in manifest.shards for t in shard.tensors for n in (t.offset, t.size, *t.shape)]
+        assert all(type(n) is int for n in numbers)
+        assert all(type(shard.path) is str for shard in (*manifest.shards, *manifest.files))
+        return
+    assert said.startswith("out/manifest.json: ")
+
+
+def test_what_stands_in_the_converted_config() -> None:
+    assert quantization_config("moe_wna16_marlin.u4b8", 4, 32, True) == {
+        "quant_method": "marlin-convert", "format": "moe_wna16_marlin.u4b8", "format_version": 1, "bits": 4, "group_size": 32, "symmetric": True,
+        "modules": "routed_experts",
+    }  # fmt: skip
