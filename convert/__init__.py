@@ -1,6 +1,6 @@
 """Kimi-K2 checkpoints to ready-to-mmap per-GPU shards in the Marlin MoE layout.
 
-The command line's verbs as functions: `plan`, `convert`, `verify`, and `open_shards` to read the result. They are loaded when first used, so that
+The command line's verbs as functions: `plan`, `download`, `convert`, `verify`, and `open_shards` to read the result. They are loaded when first used, so that
 `import convert` costs nothing.
 """
 
@@ -10,15 +10,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from convert.checkpoint.download import download
+    from convert.checkpoint.hub_files import HubOptions
     from convert.checks.verify import verify
     from convert.pipeline.convert import convert
     from convert.planning.report import plan
     from convert.shards.reader import open_shards
 
-__all__ = ["convert", "open_shards", "plan", "verify"]
+__all__ = ["HubOptions", "convert", "download", "open_shards", "plan", "verify"]
 
 _HOMES = {
+    "HubOptions": "convert.checkpoint.hub_files",
     "convert": "convert.pipeline.convert",
+    "download": "convert.checkpoint.download",
     "open_shards": "convert.shards.reader",
     "plan": "convert.planning.report",
     "verify": "convert.checks.verify",

@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,14 +48,26 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def existing(place: Path) -> Path:
+    """The folder that `place` is, or would be made in."""
+    place = place.absolute()
+    while not place.exists():
+        place = place.parent
+    return place
+
+
 def write_atomic(path: Path, data: bytes) -> None:
     """Write a file so that it is either there whole, durably, or not at all."""
     temporary = path.with_name(path.name + ".partial")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
 
 
@@ -106,3 +119,17 @@ def drop_cache(descriptor: int, offset: int, length: int) -> None:
     """Give page cache back that will not be needed again (a hint; whole pages only)."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
+
+
+@cache
+def file_system_of(device: int) -> str:
+    """The type of the mounted file system with this st_dev, such as ext4 or tmpfs; "" where that cannot be told."""
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            fields = line.split()
+            if fields[2] == wanted:
+                return fields[fields.index("-") + 1]
+    except (OSError, ValueError, IndexError):
+        pass
+    return ""

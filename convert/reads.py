@@ -96,12 +96,18 @@ class PieceReader:
         self._lock = Lock()
 
     def open_files(self, files: Iterable[str]) -> None:
-        """Keep files open until `close_files`."""
-        with self._lock:
-            for name in files:
-                if name not in self._open:
-                    self._open[name] = _OpenFile(self._path_of(name), name, self._direct)
-                self._open[name].users += 1
+        """Keep files open until `close_files`. Where one cannot be opened, none of them is kept."""
+        opened: list[str] = []
+        try:
+            with self._lock:
+                for name in files:
+                    if name not in self._open:
+                        self._open[name] = _OpenFile(self._path_of(name), name, self._direct)
+                    self._open[name].users += 1
+                    opened.append(name)
+        except BaseException:
+            self.close_files(opened)
+            raise
 
     def close_files(self, files: Iterable[str]) -> None:
         """Undo `open_files`."""

@@ -1,1 +1,65 @@
 """Fixtures that many tests share."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from checkpoints import Checkpoint, make_small
+from forks import Forks
+
+#: a checkpoint with all there is (dense layer, two MoE layers, vision) in 3 MB
+TINY = {"experts": 4, "moe_intermediate": 256, "vt_layers": 1}
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """A small checkpoint. Not to be changed: copy it."""
+    return make_small(tmp_path_factory.mktemp("tiny") / "checkpoint", **TINY)
+
+
+@pytest.fixture(scope="session")
+def tiny_tp2(tiny: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`tiny` converted for tp 2. Not to be changed: copy it."""
+    from convert.pipeline.convert import convert
+
+    out = tmp_path_factory.mktemp("tiny_tp2") / "out"
+    convert(str(tiny.folder), out, tp=2, threads=2)
+    return out
+
+
+@pytest.fixture
+def copied(tiny_tp2: Path, tmp_path: Path) -> Path:
+    """A copy of `tiny_tp2` to spoil."""
+    out: Path = shutil.copytree(tiny_tp2, tmp_path / "out")
+    return out
+
+
+@pytest.fixture
+def copied_source(tiny: Checkpoint, tmp_path: Path) -> Path:
+    """A copy of `tiny` to spoil."""
+    folder: Path = shutil.copytree(tiny.folder, tmp_path / "source")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def forks(tiny: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    """Runs command lines in forks, with faults where wanted."""
+    with Forks(tmp_path_factory.mktemp("forks"), tiny.folder) as running:
+        yield running
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs a command line in this process; returns exit code, stdout and stderr."""
+    from convert.cli import run
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = run([str(argument) for argument in arguments])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call

@@ -50,11 +50,13 @@ class ModelConfig:
 def parse_config(config: dict[str, Any]) -> ModelConfig:
     """The checked ModelConfig of a config.json. Raises SourceError for a model or a quantization this project does not convert."""
     architectures = config.get("architectures") or []
-    if not any(name in ARCHITECTURES for name in architectures):
+    if not isinstance(architectures, list) or not any(name in ARCHITECTURES for name in architectures):
         raise SourceError(f"config.json: architectures {architectures} is none of {', '.join(ARCHITECTURES)}; only the Kimi-K2 family is converted")
     nested = isinstance(config.get("text_config"), dict)
     text: dict[str, Any] = config["text_config"] if nested else config
     vision: dict[str, Any] = config.get("vision_config") or {} if nested else {}
+    if not isinstance(vision, dict):
+        raise SourceError("config.json: vision_config is not an object")
     quantization = _quantization(config, nested)
     if _number(text, "num_nextn_predict_layers", 0):
         raise SourceError("config.json: num_nextn_predict_layers is not 0; checkpoints with MTP layers are not supported")
@@ -91,8 +93,10 @@ def _vision_dims(vision: dict[str, Any]) -> dict[str, int]:
     if not vision:
         return {}
     hidden, patch = _number(vision, "vt_hidden_size"), _number(vision, "patch_size")
-    rows, cols = vision.get("merge_kernel_size", [2, 2])
-    merged = hidden * rows * cols
+    kernel = vision.get("merge_kernel_size", [2, 2])
+    if not isinstance(kernel, list) or len(kernel) != 2 or any(type(n) is not int or n < 0 for n in kernel):
+        raise SourceError(f"config.json: merge_kernel_size should be two whole numbers, found {kernel!r}")
+    merged = hidden * kernel[0] * kernel[1]
     return {
         "vt_blocks": _number(vision, "vt_num_hidden_layers"),
         "vt_hidden": hidden,
@@ -133,17 +137,30 @@ def _quantization(config: dict[str, Any], nested: bool) -> Quantization:
     for key, value in expected.items():
         if quant.get(key) != value:
             raise SourceError(f"config.json: quantization_config.{key} is {quant.get(key)!r}, only {value!r} is converted")
-    schemes = [group.get("weights") or {} for group in quant["config_groups"].values()]
-    if len(schemes) != 1:
-        raise SourceError(f"config.json: quantization_config has {len(schemes)} config groups; exactly one is understood")
-    weights = schemes[0]
+    if len(quant["config_groups"]) != 1:
+        raise SourceError(f"config.json: quantization_config has {len(quant['config_groups'])} config groups; exactly one is understood")
+    ((name, group),) = quant["config_groups"].items()
+    weights = (group.get("weights") or {}) if isinstance(group, dict) else group
+    if not isinstance(weights, dict):
+        raise SourceError(f"config.json: config group {name} is not an object with an object of weights")
     for key, values in {
         "num_bits": (4,), "type": ("int",), "strategy": ("group",), "symmetric": (True,), "dynamic": (False, None),
         "actorder": (None, False, "static"),
     }.items():  # fmt: skip
         if weights.get(key) not in values:
             raise SourceError(f"config.json: quantization weights.{key} is {weights.get(key)!r}, only {values[0]!r} is converted")
-    return Quantization(_number(weights, "group_size"), at, tuple(quant.get("ignore") or ()))
+    return Quantization(_number(weights, "group_size"), at, _ignore(quant.get("ignore") or []))
+
+
+def _ignore(entries: Any) -> tuple[str, ...]:
+    if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+        raise SourceError("config.json: quantization_config.ignore should be a list of names")
+    for entry in entries:
+        try:
+            re.compile(entry[3:] if entry.startswith("re:") else "")
+        except (re.error, RecursionError, OverflowError) as error:
+            raise SourceError(f"config.json: quantization_config.ignore has the pattern {entry[3:]!r}, which is none ({error})") from error
+    return tuple(entries)
 
 
 def rewritten(config: dict[str, Any], quantization: Quantization, replacement: dict[str, Any]) -> dict[str, Any]:

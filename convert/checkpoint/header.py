@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,7 +64,9 @@ def read_header(file: str, size: int, read: Callable[[int, int], bytes]) -> Head
 def parse_header(file: str, size: int, raw: bytes) -> Header:
     """Check the header JSON `raw` of a file of `size` bytes; see `read_header`."""
     try:
-        document = json.loads(raw, object_pairs_hook=_no_duplicates)
+        document = json.loads(raw.decode(), object_pairs_hook=_no_duplicates)
+        if b"\\u" in raw:
+            json.dumps(document, ensure_ascii=False).encode()  # half a surrogate is no text: nobody could print or write that name
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{file}: the header is not valid JSON ({error}); fetch the file again") from error
     if not isinstance(document, dict) or raw[:1] != b"{":
@@ -98,7 +101,10 @@ def _entry(file: str, name: str, spec: Any, start: int) -> TensorEntry:
     try:
         dtype, shape, (begin, end) = spec["dtype"], spec["shape"], spec["data_offsets"]
         whole = [begin, end, *shape]
-        well_formed = len(spec) == 3 and all(type(n) is int and 0 <= n < 1 << 62 for n in whole)
+        well_formed = (
+            len(spec) == 3 and type(dtype) is str and type(shape) is list and all(type(n) is int and 0 <= n < 1 << 62 for n in whole)
+            and math.prod(n for n in shape if n) < 1 << 62
+        )  # fmt: skip
     except (TypeError, KeyError, ValueError):
         well_formed = False
     if not well_formed:

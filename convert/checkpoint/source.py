@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from convert.checkpoint.config import ModelConfig, parse_config
-from convert.checkpoint.header import Header, TensorEntry, read_header
+from convert.checkpoint.header import Header, TensorEntry
+from convert.checkpoint.hub_files import HubOptions
+from convert.checkpoint.store import RECORD, FolderStore, Store, recorded_origin
 from convert.errors import SourceError, UsageError
 
 INDEX_NAME = "model.safetensors.index.json"
 #: never copied beside the shards: other weights, and what version control and downloaders leave
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".incomplete", ".lock")
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+#: headers of a repository that are fetched at a time
+REQUESTS = 8
 #: names that the output uses itself; the source's README moves to source/
 RESERVED = frozenset({"manifest.json", "provenance.json", "digests.bin", "config.json", INDEX_NAME, "README.md"})
 
@@ -32,7 +39,7 @@ class Source:
     """An opened checkpoint; headers are checked, no tensor data has been read."""
 
     label: str
-    folder: Path
+    store: Store
     headers: tuple[Header, ...]
     tensors: dict[str, SourceTensor]
     config: dict[str, Any]
@@ -41,10 +48,17 @@ class Source:
     model: ModelConfig
     auxiliary: tuple[str, ...]
     left_out: tuple[str, ...]
+    readme: bytes | None
+    notes: tuple[str, ...]
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder that holds all of it; None for a repository."""
+        return self.store.folder
 
     def path(self, file: str) -> Path:
-        """Where a file of the checkpoint can be read."""
-        return self.folder / file
+        """Where a file of the checkpoint can be read; one that has to be fetched is fetched now."""
+        return self.store.path(file)
 
     @property
     def payload_bytes(self) -> int:
@@ -57,45 +71,59 @@ class Source:
         return "language_model." if any(name.startswith("language_model.") for name in self.tensors) else ""
 
 
-def open_source(source: str) -> Source:
-    """Open a checkpoint folder. Raises SourceError where it is damaged, incomplete or of another kind, UsageError where it is no folder."""
-    folder = Path(source)
-    if not folder.is_dir():
-        what = "is a file, not a folder" if folder.exists() else "does not exist"
-        raise UsageError(f"{source} {what}; give the folder that holds config.json and the .safetensors files")
-    config_bytes = _read(folder / "config.json")
-    refuse_converted(folder)
+def open_source(source: str, hub: HubOptions | None = None) -> Source:
+    """Open a checkpoint: a folder, else a repository `org/name` of the hub. Headers only; no tensor data is read.
+
+    Raises SourceError where it is damaged, incomplete or of another kind, UsageError where it is neither, MachineError where the network fails.
+    """
+    store, notes = _store(source, hub)
+    names = store.names()
+    config_bytes = store.read("config.json")
+    _refuse_converted(store, names)
     config = _json_object(config_bytes, "config.json")
     model = parse_config(config)
-    index_bytes = _read(folder / INDEX_NAME) if (folder / INDEX_NAME).exists() else None
+    index_bytes = store.read(INDEX_NAME) if INDEX_NAME in names else None
     weight_map = parse_index(index_bytes) if index_bytes is not None else None
-    present = sorted(path.name for path in folder.iterdir() if path.name.endswith(".safetensors") and not path.name.startswith("."))
-    names = weight_files(present, weight_map)
-    headers = tuple(header_of(folder / name) for name in names)
-    auxiliary, left_out = _auxiliary(folder)
+    files = weight_files([name for name in names if name.endswith(".safetensors") and not name.startswith(".")], weight_map)
+    if store.folder is None:
+        with ThreadPoolExecutor(REQUESTS) as workers:
+            headers = tuple(workers.map(store.header, files))
+    else:
+        headers = tuple(map(store.header, files))
+    auxiliary, left_out = auxiliary_files(names)
     return Source(
-        label=source, folder=folder, headers=headers, tensors=collect_tensors(headers, weight_map), config=config, config_bytes=config_bytes,
+        label=source, store=store, headers=headers, tensors=collect_tensors(headers, weight_map), config=config, config_bytes=config_bytes,
         index_bytes=index_bytes, model=model, auxiliary=auxiliary, left_out=left_out,
+        readme=store.read("README.md") if names.get("README.md") else None, notes=notes,
     )  # fmt: skip
 
 
-def refuse_converted(folder: Path) -> None:
-    """Raise SourceError for a folder that this project wrote."""
-    try:
-        start = (folder / "manifest.json").open("rb").read(64)
-    except OSError:
-        return
-    if b'"marlin-convert"' in start:
-        raise SourceError(f"{folder} is a converted folder already (it has a manifest.json of marlin-convert); give the published checkpoint")
+def is_repository(source: str) -> bool:
+    """Whether a name has the form of a repository's, org/name."""
+    return REPOSITORY.fullmatch(source) is not None
 
 
-def header_of(path: Path) -> Header:
-    """The checked header of a safetensors file on disk."""
-    try:
-        with path.open("rb") as file:
-            return read_header(path.name, os.fstat(file.fileno()).st_size, lambda offset, length: os.pread(file.fileno(), length, offset))
-    except OSError as error:
-        raise SourceError(f"{path.name}: cannot be read ({error.strerror})") from error
+def _store(source: str, hub: HubOptions | None) -> tuple[Store, tuple[str, ...]]:
+    """What stands behind the name, and what a person should know about that choice."""
+    folder = Path(source)
+    if folder.is_dir():
+        if hub is not None and (hub.revision or hub.free_source or hub.local_dir):
+            raise UsageError(f"{source} is a folder here; --revision, --local-dir and --free-source are for repositories of the hub")
+        note = f"{source} is the folder of that name here, not the repository on the hub; write ./{source} to say so"
+        return FolderStore(folder, recorded_origin(folder)), (note,) if is_repository(source) else ()
+    if folder.exists():
+        raise UsageError(f"{source} is a file, not a folder; give the folder that holds config.json and the .safetensors files")
+    if not is_repository(source):
+        raise UsageError(f"{source} does not exist; give the folder that holds config.json and the .safetensors files, or a repository org/name")
+    from convert.checkpoint.hub import open_repository
+
+    return open_repository(source, hub or HubOptions()), ()
+
+
+def _refuse_converted(store: Store, names: dict[str, bool]) -> None:
+    """Raise SourceError for something that this project wrote."""
+    if names.get("manifest.json") and b'"marlin-convert"' in store.read("manifest.json")[:64]:
+        raise SourceError(f"{store.where} is a conversion already (it has a manifest.json of marlin-convert); give the published checkpoint")
 
 
 def parse_index(raw: bytes) -> dict[str, str]:
@@ -143,27 +171,17 @@ def collect_tensors(headers: Iterable[Header], weight_map: dict[str, str] | None
     return tensors
 
 
-def _auxiliary(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def auxiliary_files(names: dict[str, bool]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Small files to copy (README.md and config.json are handled apart), and what is left out."""
     copied, left = [], []
-    for path in sorted(folder.iterdir()):
-        name = path.name
-        if name in (INDEX_NAME, "config.json", "README.md") or name.endswith(".safetensors"):
+    for name, is_file in names.items():
+        if name in (INDEX_NAME, "config.json", "README.md", RECORD) or name.endswith(".safetensors"):
             continue
-        if path.is_file() and not name.startswith(".") and not name.endswith(WEIGHT_SUFFIXES) and name not in RESERVED:
+        if is_file and not name.startswith(".") and not name.endswith(WEIGHT_SUFFIXES) and name not in RESERVED:
             copied.append(name)
         else:
-            left.append(name + ("/" if path.is_dir() else ""))
+            left.append(name + ("" if is_file else "/"))
     return tuple(copied), tuple(left)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise SourceError(f"{path.name} is missing in {path.parent}; is this the folder of a published checkpoint?") from None
-    except OSError as error:
-        raise SourceError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 def _json_object(raw: bytes, name: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import click
 
 from convert.errors import ConvertError
 
-VERBS = ("plan", "convert", "verify", "inspect")
+VERBS = ("plan", "download", "convert", "verify", "inspect", "bench", "doctor")
 
 
 class Terminated(KeyboardInterrupt):
@@ -69,7 +69,7 @@ def run(arguments: list[str]) -> int:
         click.echo("interrupted; run the same command again to continue", err=True)
         terminated = isinstance(interrupt, Terminated) or isinstance(interrupt.__context__, Terminated)
         return 143 if terminated else 130
-    except BrokenPipeError:
+    except SystemExit:  # click's answer where nobody reads the output any more; verbs end with ctx.exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
     except ConvertError as error:

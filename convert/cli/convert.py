@@ -37,7 +37,7 @@ def command(
     Run it again after any failure or interruption: it continues where it was. Files of a repository come while earlier ones are converted, and are
     compared with what the hub publishes.
     """
-    from convert.checkpoint.hub import HubOptions
+    from convert.checkpoint.hub_files import HubOptions
     from convert.pipeline.convert import convert
 
     begin = time.monotonic()

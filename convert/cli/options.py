@@ -62,6 +62,19 @@ def parallel_options(function: F) -> F:
     return function
 
 
+def hub_options(function: F) -> F:
+    """--revision --token --cache-dir, for a SOURCE that is a repository."""
+    for option in reversed(
+        (
+            click.option("--revision", help="Of a repository: branch, tag or commit [default: main]."),
+            click.option("--token", help="Token for private and gated repositories [default: HF_TOKEN, or who is logged in]."),
+            click.option("--cache-dir", help="The hub cache to use [default: that of HF_HOME]."),
+        )
+    ):
+        function = option(function)
+    return function
+
+
 def json_option(function: F) -> F:
     """--json."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")(function)

@@ -37,15 +37,32 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
 
 
 @contextmanager
-def progress_bar(what: str, unit: str = "B") -> Iterator[Callable[[int, int], None]]:
-    """One bar on stderr, off where that is no terminal; yields `progress(done, total)`."""
+def progress_bar(what: str, unit: str = "B", hub: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """One bar on stderr, off where that is no terminal; yields `progress(done, total)`, with whose first call it appears.
+
+    A bar for the hub is off with HF_HUB_DISABLE_PROGRESS_BARS, too.
+    """
     from tqdm import tqdm
 
-    with tqdm(desc=what, unit=unit, unit_scale=unit == "B", disable=not sys.stderr.isatty(), file=sys.stderr, dynamic_ncols=True) as bar:
+    bar: Any = None
 
-        def progress(done: int, total: int) -> None:
-            if bar.total != total:
-                bar.total = total
-            bar.update(done - bar.n)
+    def progress(done: int, total: int) -> None:
+        nonlocal bar
+        if bar is None:
+            off = not sys.stderr.isatty() or (hub and _hub_bars_off())
+            bar = tqdm(desc=what, unit=unit, unit_scale=unit == "B", disable=off, file=sys.stderr, dynamic_ncols=True)
+        if bar.total != total:
+            bar.total = total
+        bar.update(done - bar.n)
 
+    try:
         yield progress
+    finally:
+        if bar is not None:
+            bar.close()
+
+
+def _hub_bars_off() -> bool:
+    from huggingface_hub.utils import are_progress_bars_disabled  # type: ignore[attr-defined, unused-ignore]
+
+    return bool(are_progress_bars_disabled())

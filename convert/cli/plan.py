@@ -5,22 +5,28 @@ from __future__ import annotations
 import click
 
 from convert.cli import output
-from convert.cli.options import gigabytes, json_option, parallel_options
+from convert.cli.options import gigabytes, hub_options, json_option, parallel_options
 
 
 @click.command("plan")
 @click.argument("source")
 @click.argument("out", required=False)
 @parallel_options
+@hub_options
 @json_option
-def command(source: str, out: str | None, tp: int, ep: int, layers: tuple[int, ...] | None, ranks: tuple[int, ...] | None, as_json: bool) -> None:
+def command(
+    source: str, out: str | None, tp: int, ep: int, layers: tuple[int, ...] | None, ranks: tuple[int, ...] | None, revision: str | None,
+    token: str | None, cache_dir: str | None, as_json: bool,
+) -> None:  # fmt: skip
     """Show what `convert` would write, from headers alone.
 
-    SOURCE is the folder of a published checkpoint; with OUT the free space there is shown too. Nothing is written.
+    SOURCE is the folder of a published checkpoint, or a hub repository org/name, of which only headers are fetched; with OUT the free space there is
+    shown too. Nothing is written.
     """
+    from convert.checkpoint.hub_files import HubOptions
     from convert.planning.report import plan, rule_of
 
-    report = plan(source, out, tp=tp, ep=ep, layers=layers, ranks=ranks)
+    report = plan(source, out, tp=tp, ep=ep, layers=layers, ranks=ranks, hub=HubOptions(revision, token, cache_dir))
     if as_json:
         output.document(report.as_json())
         return
@@ -43,6 +49,13 @@ def command(source: str, out: str | None, tp: int, ep: int, layers: tuple[int, .
         output.message(f"note: {note}")
     source_size = f"{len(report.source.tensors):,} tensors, {report.source.payload_bytes:,} bytes in {len(report.source.headers)} files"
     output.result(f"source: {source_size}")
+    if report.source.store.origin is not None:
+        output.result("from: {} at commit {}".format(*report.source.store.origin))
+    if (fetched := report.fetched()) is not None:
+        output.result(
+            f"to fetch: {fetched[0]:,} bytes ({gigabytes(fetched[0])}), kept beside the output; with --free-source at most {fetched[1]:,} bytes "
+            f"({gigabytes(fetched[1])}) at a time"
+        )
     output.result(f"each rank loads {made.rank_bytes():,} bytes ({gigabytes(made.rank_bytes())} of GPU memory for weights)")
     free = "" if report.free is None else f"; {gigabytes(report.free)} are free there"
     output.result(f"output: {made.total_bytes:,} bytes ({gigabytes(made.total_bytes)}) in {sum(len(u.ranks) for u in made.units)} shard files{free}")

@@ -37,7 +37,7 @@ SHOWN = 40
 @json_option
 @click.pass_context
 def command(
-    ctx: click.Context, out: str, too_many: tuple[str, ...], source: str | None, threads: int | None, kernel: bool, as_json: bool,
+    ctx: click.Context, /, out: str, too_many: tuple[str, ...], source: str | None, threads: int | None, kernel: bool, as_json: bool,
     report: Path | None, **scope: Any,
 ) -> None:  # fmt: skip
     """Check a converted folder: structure, all digests, and that the inverse layout gives the source, every nibble and every scale.

@@ -11,7 +11,7 @@ from typing import Any
 from convert.checkpoint.identity import SourceIdentity, identity_from_json
 from convert.checkpoint.source import Source
 from convert.errors import MachineError, SourceError, UsageError
-from convert.files import sync_folder
+from convert.files import existing, sync_folder
 from convert.pipeline.records import WORK, WorkFolder
 from convert.planning.output import OutputPlan
 from convert.planning.rules import rules_digest
@@ -27,7 +27,7 @@ def refuse_foreign(out: Path, source: Source) -> None:
     """Raise UsageError for an OUT that is the source, lies in it, is no folder, or holds something that is not a conversion."""
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out} is not a folder")
-    here, there = out.resolve(), source.folder.resolve()
+    here, there = out.resolve(), None if source.folder is None else source.folder.resolve()
     if here == there or there in here.parents:
         raise UsageError(f"{out} is the source folder or lies in it; choose another place for the output")
     if out.is_dir() and any(out.iterdir()) and not is_ours(out):
@@ -76,7 +76,7 @@ def begin_or_continue(work: WorkFolder, identity: SourceIdentity, options: dict[
         work.begin({"options": options, "identity": identity.as_json(), "stamps": dict(stamps)})
         return
     compare_options(work.out, job["options"], options)
-    if (difference := identity_from_json(job["identity"]).difference(identity)) is not None:
+    if (difference := identity_from_json(job["identity"]).continued_by(identity)) is not None:
         raise SourceError(f"{work.out} was begun from another source: {difference}; use another OUT, or --overwrite to start again")
     touched = [name for name, stamp in stamps.items() if job["stamps"].get(name) != stamp]
     if touched:
@@ -106,19 +106,24 @@ def manifest_options(manifest: Manifest) -> dict[str, Any]:
 def compare_finished(out: Path, manifest: Manifest, identity: SourceIdentity, options: Mapping[str, Any]) -> None:
     """See that a finished OUT is what is asked for. Raises UsageError or SourceError."""
     compare_options(out, manifest_options(manifest), options)
-    if (difference := identity_from_json(manifest.document["source"]).difference(identity)) is not None:
+    if (difference := identity_from_json(manifest.document["source"]).continued_by(identity)) is not None:
         raise SourceError(f"{out} was made from another source: {difference}; use another OUT, or --overwrite to start again")
 
 
-def refuse_full_disk(out: Path, plan: OutputPlan, records: Mapping[str, FinishedUnit]) -> None:
-    """Raise MachineError before anything is written where the disk cannot hold what is left to write."""
+def refuse_full_disk(out: Path, plan: OutputPlan, records: Mapping[str, FinishedUnit], place: Path, room: int) -> None:
+    """Raise MachineError before anything is written where the disk cannot hold what is left to write, and `room` for source files at `place`."""
     needed = SMALL_FILES + sum(unit.file_size * len(unit.ranks) for unit in plan.units if unit.name not in records)
-    free = shutil.disk_usage(out).free
-    if free < needed:
-        raise MachineError(
-            f"{out}: {needed / 1e9:.1f} GB are still to be written but only {free / 1e9:.1f} GB are free; "
-            "free some space, then run the same command again to continue"
-        )
+    place = existing(place)
+    together = place.stat().st_dev == out.stat().st_dev
+    for folder, size in [(out, needed + (room if together else 0)), *([] if together else [(place, room)])]:
+        free = shutil.disk_usage(folder).free
+        if free < size:
+            files = f", {room / 1e9:.1f} GB of it source files," if room and (together or folder is place) else ""
+            hint = "" if place.samefile(out) or not room else "use --free-source to keep only a few source files at a time, or "
+            raise MachineError(
+                f"{folder}: {size / 1e9:.1f} GB{files} are still to be written but only {free / 1e9:.1f} GB are free; "
+                f"{hint}free some space, then run the same command again to continue"
+            )
 
 
 def _short(value: object) -> str:

@@ -9,10 +9,12 @@ from pathlib import Path
 from threading import Lock
 
 from convert.buffers import BufferPool
+from convert.checkpoint.hub_files import HubOptions
 from convert.checkpoint.identity import SourceIdentity, identify, stamps
 from convert.checkpoint.source import Source, open_source
 from convert.errors import SourceError, UsageError
 from convert.files import machine_errors
+from convert.layout.protocol import ExpertShape
 from convert.pipeline.begin import (
     begin_or_continue,
     clear_output,
@@ -24,17 +26,20 @@ from convert.pipeline.begin import (
 from convert.pipeline.budget import Budget, choose_budget
 from convert.pipeline.executor import Executor, Job
 from convert.pipeline.expert_job import expert_jobs
+from convert.pipeline.fetching import fetching
 from convert.pipeline.finish import finish_output
+from convert.pipeline.kernel_check import Check, kernel_check
 from convert.pipeline.records import WorkFolder, locked
 from convert.pipeline.stages import Stages, Tools
 from convert.pipeline.tensor_job import tensor_jobs
 from convert.pipeline.unit_work import UnitWork
 from convert.planning.output import Options, OutputPlan, OutputUnit, plan_output
+from convert.planning.rules import expert_tensors
 from convert.reads import PieceReader
 from convert.shards.finished import FinishedUnit
 from convert.shards.manifest import read_manifest
 
-CHECKS = ("none", "exact")
+CHECKS = ("none", "exact", "kernel")
 Progress = Callable[[int, int], None]
 
 
@@ -63,45 +68,55 @@ def convert(
     overwrite: bool = False,
     direct_io: bool = True,
     progress: Progress | None = None,
+    hub: HubOptions | None = None,
+    fetch_progress: Progress | None = None,
 ) -> Report:
-    """Convert a checkpoint; run again, it continues.
+    """Convert a checkpoint, a folder or a repository `org/name`; run again, it continues.
 
     `layers` and `ranks` limit what is made (None: all). `memory` is the budget for buffers in bytes. `verify` is "exact" (each buffer is inverted
-    and compared with the source before it is written) or "none". `progress(done, total)` gets source bytes and may be called from any thread.
+    and compared with the source before it is written), "kernel" (and each written layer
+    goes through the kernel on a GPU) or "none". `progress(done, total)` gets source bytes and may be called from any thread;
+    `fetch_progress` the same for what comes from the hub. `hub` says how a repository is read and kept.
 
     Raises UsageError for options that conflict with each other or with what OUT holds; SourceError for a source that is not what it should be;
     MachineError where disk or machine failed.
     """
     if verify not in CHECKS:
         raise UsageError(f"--verify {verify}: choose one of {', '.join(CHECKS)}")
-    opened = open_source(source)
+    opened = open_source(source, hub)
     plan = plan_output(opened, Options(tp, ep, None if layers is None else tuple(layers), None if ranks is None else tuple(ranks)))
     folder = Path(out)
     refuse_foreign(folder, opened)
     budget = choose_budget(plan, opened, threads, memory)
+    run_kernel = kernel_check(opened, plan, folder) if verify == "kernel" else None
     with machine_errors(f"creating {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
         if overwrite:
             with machine_errors(f"clearing {folder}"):
                 clear_output(folder)
-        return _convert(opened, plan, folder, budget, verify, direct_io, progress)
+        return _convert(opened, plan, folder, budget, verify, run_kernel, direct_io, progress, fetch_progress)
 
 
-def _convert(source: Source, plan: OutputPlan, out: Path, budget: Budget, verify: str, direct_io: bool, progress: Progress | None) -> Report:
+def _convert(
+    source: Source, plan: OutputPlan, out: Path, budget: Budget, verify: str, run_kernel: Check | None, direct_io: bool, progress: Progress | None,
+    fetch_progress: Progress | None,
+) -> Report:  # fmt: skip
     """Everything under the lock."""
     identity, options, stages, work = identify(source), job_options(plan, verify), Stages(), WorkFolder(out)
     if (out / "manifest.json").exists():
         compare_finished(out, read_manifest(out), identity, options)
         work.remove()
         return Report(out, 0, len(plan.units), plan.total_bytes, stages)
-    looks = stamps(source, (header.file for header in source.headers))
+    looks = stamps(source, () if source.folder is None else (header.file for header in source.headers))
     with machine_errors(f"beginning in {out}"):
         begin_or_continue(work, identity, options, looks)
         work.remove_partials()
         records = {unit.name: record for unit in plan.units if (record := work.finished(plan, unit)) is not None}
     found = len(records)
-    refuse_full_disk(out, plan, records)
+    left = [unit for unit in plan.units if unit.name not in records]
+    fetched = fetching(source, plan, left, out, fetch_progress)
+    refuse_full_disk(out, plan, records, fetched.place, fetched.room)
     for unit in plan.units:
         for rank in unit.ranks:
             (out / plan.path(unit, rank)).parent.mkdir(exist_ok=True)
@@ -110,11 +125,17 @@ def _convert(source: Source, plan: OutputPlan, out: Path, budget: Budget, verify
         """A unit's files are durable: unless the source was touched meanwhile, its record makes it count."""
         if stamps(source, looks) != looks:
             raise SourceError(f"a weight file was changed while {done.unit.name} was being converted; fetch it again, then use --overwrite")
+        fetched.supply.check(done.unit.name)
+        if run_kernel is not None:
+            run_kernel(done.unit)
         work.record(record)
         records[record.name] = record
+        fetched.supply.recorded(done.unit.name)
 
-    left = [unit for unit in plan.units if unit.name not in records]
-    tools = Tools(PieceReader(source.path, direct_io), BufferPool(budget.memory), stages, verify != "none", _counter(source, left, progress))
+    # what has just been fetched and hashed is in the page cache: reading past it would read the disk
+    reader = PieceReader(source.path, direct_io and source.folder is not None)
+    tools = Tools(fetched.supply, reader, BufferPool(budget.memory), stages, verify != "none", _counter(source, left, progress))
+    fetched.supply.start()
     Executor(tools, budget.threads, finished).run(_jobs(source, plan, left, out, identity, budget, direct_io))
     finish_output(source, identity, plan, records, out, verify, stages)
     work.remove()
@@ -151,8 +172,8 @@ def _counter(source: Source, units: Sequence[OutputUnit], progress: Progress | N
 
 def source_bytes(source: Source, unit: OutputUnit) -> int:
     """Bytes a unit takes from the source."""
-    plain = sum(source.tensors[tensor.name].entry.size for tensor in unit.source.plain)
-    prefix = unit.source.experts_prefix
-    if prefix is None:
-        return plain
-    return plain + sum(tensor.entry.size for name, tensor in source.tensors.items() if name.startswith(prefix + "."))
+    names = [tensor.name for tensor in unit.source.plain]
+    if unit.source.experts_prefix is not None:
+        shape = ExpertShape(source.model.hidden, source.model.moe_intermediate, source.model.quantization.group_size, 1)
+        names += [name for expert in range(source.model.experts) for name, _, _ in expert_tensors(unit.source.experts_prefix, expert, shape)]
+    return sum(source.tensors[name].entry.size for name in names)

@@ -30,21 +30,30 @@ class Executor:
 
     def run(self, jobs: Iterator[Job]) -> None:
         """Run all jobs. On a failure or an interrupt no further job starts, unfinished units are removed, and the first error is raised."""
-        workers = [Thread(target=self._work, args=(jobs,), name=f"convert-{i}", daemon=True) for i in range(self._threads)]
+        # not Thread.join: up to Python 3.12 a signal in the midst of it marks a running thread as ended
+        ended = [Event() for _ in range(self._threads)]
+        begun: list[Event] = []
         try:
-            for worker in workers:
-                worker.start()
-            for worker in workers:
-                while worker.is_alive():
-                    worker.join(0.2)  # with a timeout, so that signals are seen
+            for i, event in enumerate(ended):
+                Thread(target=self._work_until_done, args=(jobs, event), name=f"convert-{i}", daemon=True).start()
+                begun.append(event)
+            for event in begun:
+                while not event.wait(0.2):  # with a timeout, so that signals are seen
+                    pass
         except BaseException as interrupt:
             self._fail(interrupt)
-            for worker in workers:
-                worker.join()
+            for event in begun:
+                event.wait()
         if self._failure is not None:
             for work in self._open_units:
                 work.discard()
             raise self._failure
+
+    def _work_until_done(self, jobs: Iterator[Job], ended: Event) -> None:
+        try:
+            self._work(jobs)
+        finally:
+            ended.set()
 
     def _work(self, jobs: Iterator[Job]) -> None:
         while True:
@@ -66,6 +75,7 @@ class Executor:
                 self._fail(error)
 
     def _run(self, job: Job) -> None:
+        self._tools.supply.wait(job.files)
         job.work.open()
         self._tools.reader.open_files(job.files)
         try:
@@ -84,3 +94,4 @@ class Executor:
                 self._failure = error
         self._stop.set()
         self._tools.pool.stop()
+        self._tools.supply.stop()

@@ -7,7 +7,8 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,11 +18,15 @@ from convert.checkpoint.config import rewritten
 from convert.checkpoint.identity import SourceIdentity
 from convert.checkpoint.source import INDEX_NAME, Source
 from convert.files import digest, file_digest, machine_errors, sync_folder, write_atomic
+from convert.pipeline.card import model_card
 from convert.pipeline.manifest import build_manifest, digest_file, rank_index, source_digests
 from convert.pipeline.stages import Stages
 from convert.planning.output import OutputPlan
 from convert.shards.finished import FinishedUnit
 from convert.shards.manifest import quantization_config, sealed
+
+#: small files of the source that are read at a time
+AT_A_TIME = 8
 
 
 def finish_output(
@@ -36,10 +41,15 @@ def finish_output(
         for path, data in documents.items():
             (out / path).parent.mkdir(parents=True, exist_ok=True)
             write_atomic(out / path, data)
-        for name in source.auxiliary:
-            write_atomic(out / name, source.path(name).read_bytes())
+        with ThreadPoolExecutor(AT_A_TIME) as workers:
+            copies = dict(zip(source.auxiliary, workers.map(source.store.read, source.auxiliary), strict=True))
+        for name, data in copies.items():
+            write_atomic(out / name, data)
             size, value = file_digest(out / name)
             files.append({"path": name, "size": size, "digest": value})
+        card = model_card(source, identity, plan, checks, files)
+        write_atomic(out / "README.md", card)
+        files.append({"path": "README.md", "size": len(card), "digest": digest(card).hex()})
         write_atomic(out / "provenance.json", provenance(source, stages))
         manifest = build_manifest(source, identity, plan, records, offsets, files, checks)
         sync_folder(out)
@@ -59,9 +69,8 @@ def _source_documents(source: Source, records: Mapping[str, FinishedUnit]) -> di
     documents["source/digests.bin"] = source_digests(source, records)
     if source.index_bytes is not None:
         documents[f"source/{INDEX_NAME}"] = source.index_bytes
-    readme = source.path("README.md")
-    if readme.is_file():
-        documents["source/README.md"] = readme.read_bytes()
+    if source.readme is not None:
+        documents["source/README.md"] = source.readme
     return documents
 
 
@@ -82,7 +91,18 @@ def provenance(source: Source, stages: Stages) -> bytes:
     document: dict[str, Any] = {
         "tool": f"marlin-convert {own}", "when": datetime.now(UTC).isoformat(timespec="seconds"), "host": platform.node(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}, Python {platform.python_version()}",
-        "command": sys.argv, "source": str(source.folder.resolve()),
+        "command": without_secrets(sys.argv), "source": source.store.where,
         "stages": {stage: {"seconds": round(stages.seconds[stage], 3), "bytes": stages.bytes[stage]} for stage in stages.seconds},
     }  # fmt: skip
     return sealed(document)
+
+
+def without_secrets(arguments: Sequence[str]) -> list[str]:
+    """A command line that may be published."""
+    shown: list[str] = []
+    for argument in arguments:
+        if shown and shown[-1] == "--token":
+            shown.append("...")
+        else:
+            shown.append("--token=..." if argument.startswith("--token=") else argument)
+    return shown

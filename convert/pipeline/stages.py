@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from threading import Lock
 
 from convert.buffers import BufferPool
+from convert.checkpoint.staging import Supply
 from convert.reads import PieceReader
 
 STAGES = ("read", "repack", "check", "hash", "write")
@@ -37,6 +38,7 @@ class Stages:
 class Tools:
     """Shared by all jobs of a run. `check` is whether to invert each buffer and compare before it is written."""
 
+    supply: Supply
     reader: PieceReader
     pool: BufferPool
     stages: Stages

@@ -11,7 +11,7 @@ from convert.layout.moe import LAYOUTS
 from convert.layout.protocol import ExpertShape, Layout, StackedTensor
 from convert.planning.rules import SourceUnit, source_units
 from convert.planning.topology import Topology
-from convert.shards.format import FileLayout, Placed, TensorSpec, data_start, lay_out, metadata_of
+from convert.shards.format import FileLayout, Placed, TensorSpec, data_start, is_filler, lay_out, metadata_of
 
 DEFAULT_LAYOUT = "moe_wna16_marlin.u4b8"
 #: the length of a real source id; plans made before the source is sampled stand in this
@@ -84,7 +84,8 @@ class OutputPlan:
 
     def rank_bytes(self) -> int:
         """Bytes of the tensors one rank loads (fillers and headers not counted)."""
-        return sum(p.spec.size for unit in self.units if unit.name != "common" for p in unit.places.values())
+        placed = [p.spec for unit in self.units if unit.name != "common" for p in unit.files.tensors]
+        return sum(spec.size for spec in placed if not is_filler(spec.name))
 
 
 def plan_output(source: Source, options: Options) -> OutputPlan:

@@ -9,7 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from convert.checkpoint.hub import HubStore
+from convert.checkpoint.hub_files import HubOptions
 from convert.checkpoint.source import Source, open_source
+from convert.files import existing
+from convert.planning.needs import fetch_order, most_at_once, needs
 from convert.planning.output import Options, OutputPlan, OutputUnit, plan_output
 from convert.shards.format import is_filler
 
@@ -30,16 +34,20 @@ class PlanReport:
             "source": {
                 "label": self.source.label, "files": len(self.source.headers), "tensors": len(self.source.tensors),
                 "payload_bytes": self.source.payload_bytes, "quantization_config_at": self.source.model.quantization.found_at,
+                **({} if self.source.store.origin is None else dict(zip(("repo", "revision"), self.source.store.origin, strict=True))),
             },
             "layout": plan.layout.id, "tp": plan.topology.tp, "ep": plan.topology.ep, "moe_tp": plan.topology.moe_tp,
             "ranks": list(plan.ranks), "layers": list(plan.layers), "complete": plan.complete,
             "padding": None if plan.layout.padded(plan.shape) == plan.shape.local else {
                 "moe_intermediate": plan.shape.local, "padded": plan.layout.padded(plan.shape)
             },
-            "bytes": {"output": plan.total_bytes, "rank": plan.rank_bytes(), "free": self.free},
+            "bytes": {"output": plan.total_bytes, "rank": plan.rank_bytes(), "free": self.free, **self._fetched_json()},
             "units": [self._unit(unit) for unit in plan.units],
             "copied": list(self.source.auxiliary), "left_out": list(self.source.left_out), "notes": list(self.notes),
         }  # fmt: skip
+
+    def _fetched_json(self) -> dict[str, int]:
+        return {} if (fetched := self.fetched()) is None else {"fetched": fetched[0], "staged": fetched[1]}
 
     def _unit(self, unit: OutputUnit) -> dict[str, Any]:
         tensors = []
@@ -53,6 +61,15 @@ class PlanReport:
             "unit": unit.name, "paths": [self.output.path(unit, rank) for rank in unit.ranks], "file_size": unit.file_size, "tensors": tensors,
             "fused": [{"name": view.name, "members": list(view.members)} for view in unit.files.fused],
         }  # fmt: skip
+
+    def fetched(self) -> tuple[int, int] | None:
+        """Of a repository: bytes that come over the wire, and how many of them lie on the disk at a time with --free-source."""
+        store = self.source.store
+        if not isinstance(store, HubStore):
+            return None
+        needed = needs(self.source, self.output, self.output.units)
+        sizes = {name: file.size for name, file in store.files.items()}
+        return sum(sizes[name] for name in fetch_order(needed)), most_at_once(needed, sizes)
 
     def groups(self) -> list[list[OutputUnit]]:
         """Units that differ in nothing but the layer's number, together."""
@@ -71,27 +88,25 @@ def rule_of(unit: OutputUnit, name: str) -> str:
 
 
 def plan(
-    source: str, out: str | None = None, *, tp: int, ep: int = 1, layers: Sequence[int] | None = None, ranks: Sequence[int] | None = None
-) -> PlanReport:
+    source: str, out: str | None = None, *, tp: int, ep: int = 1, layers: Sequence[int] | None = None, ranks: Sequence[int] | None = None,
+    hub: HubOptions | None = None,
+) -> PlanReport:  # fmt: skip
     """Plan a conversion; nothing is written and no tensor data is read. Raises SourceError and UsageError as `convert` does."""
-    opened = open_source(source)
+    opened = open_source(source, hub)
     output = plan_output(opened, Options(tp, ep, None if layers is None else tuple(layers), None if ranks is None else tuple(ranks)))
     return PlanReport(opened, output, None if out is None else free_space(Path(out)), tuple(_notes(opened)))
 
 
 def free_space(place: Path) -> int:
     """Bytes free where `place` is or would be."""
-    place = place.absolute()
-    while not place.exists():
-        place = place.parent
-    return shutil.disk_usage(place).free
+    return shutil.disk_usage(existing(place)).free
 
 
 def _notes(source: Source) -> list[str]:
     quantization = source.model.quantization
     modules = [name.removesuffix(".weight_packed") for name in source.tensors if name.endswith(".weight_packed")]
     odd = [module for module in modules if quantization.ignores(module)]
-    notes = []
+    notes = list(source.notes)
     if odd:
         notes.append(f"{len(odd)} packed modules, such as {odd[0]}, are in the config's ignore list; they are converted, since packed weights decide")
     return notes

@@ -180,7 +180,8 @@ def _unit(unit: dict[str, Any]) -> UnitInfo:
 
 
 def _origin(tensor: dict[str, Any]) -> Origin:
-    axis, parts = (None if tensor[key] is None else read(tensor[key]) for key, read in (("axis", _number), ("parts", _text)))
+    axis = None if tensor["axis"] is None else _number(tensor["axis"])
+    parts = None if tensor["parts"] is None else _text(tensor["parts"])
     return Origin(_text(tensor["tensor"]), _text(tensor["rule"]), axis, parts, _each(_text, tensor["from"]))
 
 

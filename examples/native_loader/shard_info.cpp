@@ -43,8 +43,9 @@ void verify(const marlin::Output& out, const marlin::Rank& rank) {
 int main(int argc, char** argv) {
     try {
         const marlin::Arguments arguments(argc, argv, 2, {}, {"verify"});
+        const int number = arguments.number(1);
         const marlin::Output out(arguments.positional(0));
-        const marlin::Rank rank = out.open_rank(arguments.number(1));
+        const marlin::Rank rank = out.open_rank(number);
         print_rank(out, rank);
         if (arguments.flag("verify")) verify(out, rank);
         return 0;

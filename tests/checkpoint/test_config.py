@@ -1,0 +1,209 @@
+"""config.json: found at either level, everything else than the one scheme refused, and rewritten in its place."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+from checkpoints import FULL, SMALL, Form, make_config
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from convert.checkpoint.config import ModelConfig, Quantization, parse_config, rewritten
+from convert.errors import SourceError
+
+WEIGHTS = ("text_config", "quantization_config", "config_groups", "group_0", "weights")
+REPLACEMENT = {"quant_method": "marlin-convert"}
+
+
+def changed(path: tuple[str, ...], value: Any, form: Form = "k26") -> dict[str, Any]:
+    """A small config with one value set, or dropped where it is `...`."""
+    config = make_config(SMALL, form)
+    section = config
+    for key in path[:-1]:
+        section = section[key]
+    if value is ...:
+        del section[path[-1]]
+    else:
+        section[path[-1]] = value
+    return config
+
+
+def test_the_published_sizes() -> None:
+    model = parse_config(make_config(FULL))
+    assert (model.layers, model.experts, model.hidden, model.moe_intermediate) == (61, 384, 7168, 2048)
+    assert model.moe_layers == frozenset(range(1, 61))
+    assert model.dims == {
+        "hidden": 7168, "vocab": 163840, "experts": 384, "dense_intermediate": 18432, "moe_intermediate": 2048, "shared_intermediate": 2048,
+        "q_lora": 1536, "kv_lora": 512, "kv_a": 576,
+        "q_head": 192, "kv_head": 256, "v_head": 128, "q_heads": 12288, "kv_heads": 16384, "v_heads": 8192,
+        "vt_blocks": 27, "vt_hidden": 1152, "vt_qkv": 3456, "vt_intermediate": 4304, "vt_channels": 3, "vt_patch": 14,
+        "vt_pos_height": 64, "vt_pos_width": 64, "vt_merged": 4608, "text_hidden": 7168,
+    }  # fmt: skip
+    assert (model.quantization.group_size, model.quantization.found_at) == (32, "text_config")
+
+
+def test_a_flat_config_has_the_same_text_model_and_no_vision() -> None:
+    nested, flat = parse_config(make_config(FULL)), parse_config(make_config(FULL, "k2-thinking"))
+    assert flat.quantization.found_at == ""
+    assert flat.vision == {}
+    assert flat.dims == {key: value for key, value in nested.dims.items() if not key.startswith("vt_") and key != "text_hidden"}
+    assert (flat.layers, flat.moe_layers, flat.experts) == (nested.layers, nested.moe_layers, nested.experts)
+
+
+def test_quantization_at_the_top_of_a_nested_config() -> None:
+    config = make_config(SMALL)
+    config["quantization_config"] = config["text_config"].pop("quantization_config")
+    assert parse_config(config).quantization.found_at == ""
+
+
+def test_quantization_at_both_levels() -> None:
+    """As a dump through transformers shows it: fine if they say the same."""
+    config = make_config(SMALL)
+    config["quantization_config"] = copy.deepcopy(config["text_config"]["quantization_config"])
+    assert parse_config(config).quantization.found_at == "text_config"
+    config["quantization_config"]["ignore"] = []
+    with pytest.raises(SourceError, match="top level and the one in text_config differ"):
+        parse_config(config)
+
+
+@pytest.mark.parametrize(
+    ("first", "every", "moe"), [(1, 1, {1, 2, 3, 4, 5}), (0, 1, set(range(6))), (3, 2, {4}), (6, 1, set()), (2, 0, {2, 3, 4, 5})]
+)
+def test_which_layers_have_experts(first: int, every: int, moe: set[int]) -> None:
+    config = make_config(SMALL)
+    config["text_config"].update(num_hidden_layers=6, first_k_dense_replace=first, moe_layer_freq=every)
+    assert parse_config(config).moe_layers == moe
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("architectures",), ["LlamaForCausalLM"], "architectures ['LlamaForCausalLM'] is none of"),
+        (("architectures",), ..., "architectures [] is none of"),
+        (("architectures",), 5, "architectures 5 is none of"),
+        (("architectures",), "KimiK25ForConditionalGeneration", "is none of"),
+        (("text_config", "quantization_config"), ..., "no quantization_config, neither at the top level nor in text_config"),
+        (("text_config", "quantization_config"), "int4", "method 'int4', not compressed-tensors"),
+        (("text_config", "quantization_config"), [1], "not compressed-tensors"),
+        (("text_config", "quantization_config"), {"quant_method": "fp8"}, "method 'fp8', not compressed-tensors"),
+        (("text_config", "quantization_config"), {"quant_method": "marlin-convert"}, "this folder is a conversion already"),
+        (("text_config", "quantization_config", "quant_method"), "gptq", "quant_method is 'gptq', only 'compressed-tensors'"),
+        (("text_config", "quantization_config", "format"), "nvfp4-pack-quantized", "format is 'nvfp4-pack-quantized', only 'pack-quantized'"),
+        (("text_config", "quantization_config", "format"), ..., "format is None"),
+        (("text_config", "quantization_config", "config_groups"), {}, "has 0 config groups"),
+        (("text_config", "quantization_config", "config_groups"), {"a": {}, "b": {}}, "has 2 config groups"),
+        (("text_config", "quantization_config", "config_groups"), [], "not compressed-tensors"),
+        (("text_config", "quantization_config", "config_groups"), {"group_0": ["Linear"]}, "config group group_0 is not an object with"),
+        (("text_config", "quantization_config", "config_groups", "group_0", "weights"), None, "weights.num_bits is None"),
+        (("text_config", "quantization_config", "config_groups", "group_0", "weights"), [4], "config group group_0 is not an object"),
+        (("text_config", "quantization_config", "ignore"), "lm_head", "ignore should be a list of names"),
+        (("text_config", "quantization_config", "ignore"), [7], "ignore should be a list of names"),
+        (("text_config", "quantization_config", "ignore"), ["re:("], "ignore has the pattern '('"),
+        ((*WEIGHTS, "num_bits"), 8, "weights.num_bits is 8, only 4"),
+        ((*WEIGHTS, "num_bits"), ..., "weights.num_bits is None, only 4"),
+        ((*WEIGHTS, "type"), "float", "weights.type is 'float', only 'int'"),
+        ((*WEIGHTS, "strategy"), "channel", "weights.strategy is 'channel', only 'group'"),
+        ((*WEIGHTS, "symmetric"), False, "weights.symmetric is False, only True"),
+        ((*WEIGHTS, "dynamic"), True, "weights.dynamic is True, only False"),
+        ((*WEIGHTS, "actorder"), "group", "weights.actorder is 'group', only None"),
+        ((*WEIGHTS, "actorder"), True, "weights.actorder is True, only None"),
+        ((*WEIGHTS, "group_size"), "32", "group_size should be a whole number, found '32'"),
+        ((*WEIGHTS, "group_size"), -1, "group_size should be a whole number, found -1"),
+        ((*WEIGHTS, "group_size"), ..., "group_size should be a whole number, found None"),
+        (("text_config", "hidden_size"), ..., "hidden_size should be a whole number, found None"),
+        (("text_config", "hidden_size"), 256.0, "hidden_size should be a whole number, found 256.0"),
+        (("text_config", "hidden_size"), True, "hidden_size should be a whole number, found True"),
+        (("text_config", "n_routed_experts"), "16", "n_routed_experts should be a whole number"),
+        (("text_config", "num_hidden_layers"), -1, "num_hidden_layers should be a whole number"),
+        (("text_config", "num_nextn_predict_layers"), 1, "MTP layers are not supported"),
+        (("text_config", "tie_word_embeddings"), True, "tie_word_embeddings is true"),
+        (("vision_config", "vt_num_hidden_layers"), ..., "vt_num_hidden_layers should be a whole number"),
+        (("vision_config", "merge_kernel_size"), 2, "merge_kernel_size should be two whole numbers, found 2"),
+        (("vision_config", "merge_kernel_size"), [2, "2"], "merge_kernel_size should be two whole numbers"),
+        (("vision_config",), "none", "vision_config is not an object"),
+    ],
+)
+def test_what_is_not_converted(path: tuple[str, ...], value: Any, message: str) -> None:
+    with pytest.raises(SourceError) as caught:
+        parse_config(changed(path, value))
+    assert str(caught.value).startswith("config.json: ")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("actorder", [None, False, "static"])
+def test_what_changes_nothing_is_taken(actorder: Any) -> None:
+    assert parse_config(changed((*WEIGHTS, "actorder"), actorder)) is not None
+    assert parse_config(changed((*WEIGHTS, "observer"), "mse")) is not None
+    assert parse_config(changed((*WEIGHTS, "dynamic"), ...)) is not None
+
+
+def test_ignore_entries_match_from_the_start() -> None:
+    quantization = Quantization(32, "", ("lm_head", "re:.*self_attn.*", "re:vision_tower.*"))
+    assert quantization.ignores("lm_head")
+    assert not quantization.ignores("language_model.lm_head")
+    assert quantization.ignores("model.layers.3.self_attn.o_proj")
+    assert quantization.ignores("vision_tower.blocks.0")
+    assert not quantization.ignores("model.vision_tower.blocks.0")
+    assert not quantization.ignores("model.layers.1.mlp.experts.0.gate_proj")
+
+
+def assert_replaced(config: dict[str, Any], at: str) -> dict[str, Any]:
+    before = json.dumps(config)
+    made = rewritten(config, parse_config(config).quantization, REPLACEMENT)
+    assert json.dumps(config) == before, "the source's own is left alone"
+    expected = copy.deepcopy(config)
+    for section in (expected, expected.get("text_config", {})):
+        section.pop("quantization_config", None)
+    (expected["text_config"] if at else expected)["quantization_config"] = REPLACEMENT
+    assert made == expected
+    return made
+
+
+def test_the_rewritten_config() -> None:
+    assert_replaced(make_config(SMALL), "text_config")
+    assert_replaced(make_config(SMALL, "k2-thinking"), "")
+    both = make_config(SMALL)
+    both["quantization_config"] = both["text_config"]["quantization_config"]
+    assert_replaced(both, "text_config")
+    top = make_config(SMALL)
+    top["quantization_config"] = top["text_config"].pop("quantization_config")
+    made = assert_replaced(top, "")
+    with pytest.raises(SourceError, match="this folder is a conversion already"):
+        parse_config(made)
+
+
+def paths(section: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where every value of a document is."""
+    found = [above] if above else []
+    for key, inner in section.items() if isinstance(section, dict) else enumerate(section) if isinstance(section, list) else ():
+        found += paths(inner, (*above, key))
+    return found
+
+
+plain = st.one_of(st.none(), st.booleans(), st.integers(-3, 10**6), st.floats(), st.text(max_size=4))
+odd = st.one_of(plain, st.lists(plain, max_size=3), st.dictionaries(st.text(max_size=3), plain, max_size=2))
+
+
+@settings(deadline=None, max_examples=400, suppress_health_check=[HealthCheck.too_slow])
+@given(form=st.sampled_from(["k26", "k2-thinking"]), data=st.data(), count=st.integers(1, 2))
+def test_any_other_value_anywhere_is_taken_or_refused_with_a_source_error(form: Form, data: st.DataObject, count: int) -> None:
+    config = copy.deepcopy(make_config(SMALL, form))
+    for _ in range(count):
+        *above, key = data.draw(st.sampled_from(paths(config)))
+        section: Any = config
+        for step in above:
+            section = section[step]
+        section[key] = data.draw(odd)
+    try:
+        model = parse_config(config)
+    except SourceError as error:
+        message = str(error)
+    else:
+        assert isinstance(model, ModelConfig)
+        assert all(type(size) is int and size >= 0 for size in model.dims.values())
+        assert model.quantization.ignores("x") in (True, False)
+        return
+    assert message.startswith("config.json: ")

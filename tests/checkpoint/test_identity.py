@@ -1,0 +1,143 @@
+"""Who a source is: its content, not its headers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import Checkpoint, make_layers, make_small
+
+from convert.checkpoint.identity import identify, identity_from_json, stamps
+from convert.checkpoint.source import open_source
+from convert.errors import SourceError
+
+TINY = {"experts": 2, "moe_intermediate": 64, "layers": 2, "vt_layers": 1, "hidden": 128}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return make_small(tmp_path_factory.mktemp("source") / "made", **TINY)
+
+
+@pytest.fixture
+def folder(made: Checkpoint, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made.folder, tmp_path / "copy"))
+
+
+def identity(folder: Path):  # type: ignore[no-untyped-def]
+    return identify(open_source(str(folder)))
+
+
+def spoil(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at, os.SEEK_SET if at >= 0 else os.SEEK_END)
+        old = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([old[0] ^ 1]))
+
+
+def test_a_copy_is_the_same_source(made: Checkpoint, folder: Path) -> None:
+    mine, its = identity(made.folder), identity(folder)
+    assert mine == its
+    assert mine.id == its.id
+    assert mine.difference(its) is None
+    assert len(mine.id) == 32
+    assert set(mine.id) <= set("0123456789abcdef")
+    assert [(file.name, file.size) for file in mine.files] == [(name, (folder / name).stat().st_size) for name in sorted(made.files)]
+
+
+def test_through_json_and_back(made: Checkpoint) -> None:
+    mine = identity(made.folder)
+    back = identity_from_json(json.loads(json.dumps(mine.as_json())))
+    assert back == mine
+    assert back.id == mine.id
+
+
+def test_equal_headers_and_different_weights(tmp_path: Path) -> None:
+    """As two releases of one family."""
+    one, two = (make_layers(tmp_path / str(seed), experts=1, seed=seed) for seed in (1, 2))
+    mine, its = identity(one.folder), identity(two.folder)
+    assert [(f.name, f.size, f.header) for f in mine.files] == [(f.name, f.size, f.header) for f in its.files]
+    assert mine.id != its.id
+    assert (mine.difference(its) or "").startswith("the content of model-00001-of-")
+
+
+def test_every_byte_of_small_files_counts(made: Checkpoint, folder: Path) -> None:
+    before = identity(folder)
+    random = np.random.default_rng(3)
+    for header in open_source(str(made.folder)).headers:
+        path = folder / header.file
+        assert header.size - header.data_start <= 256 * 4096
+        for at in (header.data_start, header.size - 1, int(random.integers(header.data_start, header.size))):
+            spoil(path, at)
+            assert before.difference(identity(folder)) == f"the content of {header.file} differs"
+            spoil(path, at)
+    assert before.difference(identity(folder)) is None
+
+
+def test_the_ends_of_large_files_count(tmp_path: Path) -> None:
+    made = make_layers(tmp_path / "layer", experts=1)
+    before = identity(made.folder)
+    header = max(open_source(str(made.folder)).headers, key=lambda header: header.size)
+    assert header.size > 300 * 4096
+    for at in (header.data_start, header.size - 1):
+        spoil(made.folder / header.file, at)
+        assert before.difference(identity(made.folder)) == f"the content of {header.file} differs"
+        spoil(made.folder / header.file, at)
+
+
+def test_the_first_bytes_of_data_are_in_the_id(made: Checkpoint, folder: Path) -> None:
+    header = open_source(str(made.folder)).headers[0]
+    spoil(folder / header.file, header.data_start)
+    assert identity(folder).id != identity(made.folder).id
+
+
+def test_headers_names_and_config_count(made: Checkpoint, folder: Path) -> None:
+    before = identity(folder)
+    file = min(made.files)
+    content = (folder / file).read_bytes()
+    (folder / file).write_bytes(content.replace(b'{"format":"pt"}', b'{"format":"np"}', 1))
+    changed = identity(folder)
+    assert before.difference(changed) == f"the header of {file} differs"
+    assert changed.id != before.id
+    (folder / file).write_bytes(content)
+
+    config = (folder / "config.json").read_bytes()
+    (folder / "config.json").write_bytes(config + b"\n")
+    changed = identity(folder)
+    assert before.difference(changed) == "config.json differs"
+    assert changed.id != before.id
+    (folder / "config.json").write_bytes(config)
+
+    (folder / file).rename(folder / "renamed.safetensors")
+    (folder / "model.safetensors.index.json").unlink()
+    changed = identity(folder)
+    assert before.difference(changed) == "the weight files have other names"
+    assert changed.id != before.id
+
+
+def test_a_longer_file_differs_in_size(made: Checkpoint, folder: Path) -> None:
+    """Padding in the header: the same tensors, another file."""
+    file = min(made.files)
+    content = (folder / file).read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    (folder / file).write_bytes((length + 8).to_bytes(8, "little") + content[8 : 8 + length] + b" " * 8 + content[8 + length :])
+    assert identity(made.folder).difference(identity(folder)) == f"the size of {file} differs"
+
+
+def test_stamps(folder: Path, made: Checkpoint) -> None:
+    source = open_source(str(folder))
+    first, second, *_ = sorted(made.files)
+    before = stamps(source, [first, second])
+    assert before == {name: [(folder / name).stat().st_size, (folder / name).stat().st_mtime_ns] for name in (first, second)}
+    os.utime(folder / first, ns=(1, 12345))
+    after = stamps(source, [first, second])
+    assert after[first] == [before[first][0], 12345]
+    assert after[second] == before[second]
+    (folder / second).unlink()
+    with pytest.raises(SourceError, match=f"{second} has gone from the source"):
+        stamps(source, [second])

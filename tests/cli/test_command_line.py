@@ -1,0 +1,241 @@
+"""The command line: what it loads, what it prints and where, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import termios
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trees
+from checkpoints import Checkpoint
+
+from convert import cli
+
+Command = Callable[..., tuple[int, str, str]]
+HEAVY = ("torch", "numba", "huggingface_hub", "transformers", "safetensors", "sgl_kernel", "sglang", "matplotlib")
+PROBE = f"""
+import sys
+from convert.cli import run
+code = run(sys.argv[1:])
+print([name for name in {HEAVY!r} if name in sys.modules], code, file=sys.stderr)
+"""
+PACKED = "language_model.model.layers.1.mlp.experts.w13_weight_packed"
+
+
+def loaded(*arguments: object) -> str:
+    """The last line that PROBE says: heavy modules, exit code."""
+    command = [sys.executable, "-c", PROBE, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("verb", ["", *cli.VERBS])
+def test_help_loads_nothing_heavy(verb: str) -> None:
+    assert loaded(*([verb] if verb else []), "--help") == "[] 0"
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_plan_loads_nothing_heavy(tiny: Checkpoint, tmp_path: Path, options: tuple[str, ...]) -> None:
+    assert loaded("plan", tiny.folder, tmp_path / "out", "--tp", 2, *options) == "[] 0"
+
+
+def test_inspect_loads_nothing_heavy(tiny_tp2: Path) -> None:
+    assert loaded("inspect", tiny_tp2, "--tensor", PACKED) == "[] 0"
+
+
+def test_importing_loads_nothing_at_all() -> None:
+    code = "import sys; before = set(sys.modules); import convert; print(sorted(m for m in set(sys.modules) - before if m.startswith('convert')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "['convert']\n"
+
+
+def test_converting_loads_no_torch(tiny: Checkpoint, tmp_path: Path) -> None:
+    said = loaded("convert", tiny.folder, tmp_path / "out", "--tp", 2)
+    assert said.endswith(" 0")
+    assert "torch" not in said
+
+
+@pytest.mark.parametrize("verb", ["plan", "convert", "verify", "inspect"])
+def test_help_says_what_a_verb_does(command: Command, verb: str) -> None:
+    code, stdout, stderr = command(verb, "--help")
+    assert (code, stderr) == (0, "")
+    assert stdout.startswith(f"Usage: marlin-convert {verb} [OPTIONS]")
+    assert "--json" in stdout
+
+
+def test_group_help_names_verbs_and_exit_codes(command: Command) -> None:
+    _, stdout, _ = command("--help")
+    for verb in cli.VERBS:
+        assert f"\n  {verb} " in stdout
+    words = " ".join(stdout.split())
+    assert "Exit codes: 0 done; 1 something in OUT is wrong; 2 usage or conflicting options; 3 the source is not what it should be; 4 disk," in words
+    assert "130 and 143 interrupted" in words
+
+
+def test_version(command: Command) -> None:
+    assert command("--version")[:2] == (0, "marlin-convert, version 0.1.0\n")
+
+
+@pytest.mark.parametrize("arguments", [("nonsense",), ("plan",), ("convert", "only-one"), ("verify",), ("plan", "x", "--tp", "two"), ("--nonsense",)])
+def test_usage_errors(command: Command, arguments: tuple[str, ...]) -> None:
+    code, stdout, stderr = command(*arguments)
+    assert (code, stdout) == (2, "")
+    assert "Usage: marlin-convert" in stderr
+
+
+# A whole job, as a person would see it.
+
+
+def test_job(tiny: Checkpoint, tmp_path: Path, command: Command) -> None:
+    out = tmp_path / "out"
+    code, stdout, stderr = command("plan", tiny.folder, out, "--tp", 2)
+    assert (code, stderr) == (0, "")
+    assert f"source: {len(tiny.tensors):,} tensors, {tiny.nbytes:,} bytes in {len(tiny.files)} files" in stdout
+    assert "layer-001 .. layer-002 (2 units): 2 files of" in stdout
+    assert not out.exists()
+    code, stdout, stderr = command("convert", tiny.folder, out, "--tp", 2)
+    assert (code, stderr) == (0, "")
+    assert stdout.startswith(f"{out}: 5 units made, ")
+    assert stdout.endswith(f"marlin-convert verify {out}\n")
+    assert command("convert", tiny.folder, out, "--tp", 2)[1].startswith(f"{out} is finished already: 5 units")
+    for source, against in ((), "the source's digests"), (("--source", tiny.folder), "the source itself"):
+        code, stdout, stderr = command("verify", out, *source)
+        assert (code, stderr) == (0, "")
+        assert stdout.startswith("exact: ")
+        assert f"{len(tiny.tensors):,} source tensors compared with {against}" in stdout
+
+
+def test_plan_is_what_is_written(tiny: Checkpoint, tiny_tp2: Path, command: Command) -> None:
+    plan = json.loads(command("plan", tiny.folder, tiny_tp2, "--tp", 2, "--json")[1])
+    written = {shard["path"]: shard for shard in trees.manifest_of(tiny_tp2)["shards"]}
+    planned = {path: unit for unit in plan["units"] for path in unit["paths"]}
+    assert planned.keys() == written.keys()
+    for path, unit in planned.items():
+        assert unit["file_size"] == written[path]["size"] == (tiny_tp2 / path).stat().st_size
+        assert [{k: t[k] for k in ("name", "dtype", "shape", "offset", "size")} for t in unit["tensors"]] == [
+            {k: t[k] for k in ("name", "dtype", "shape", "offset", "size")} for t in written[path]["tensors"]
+        ]
+        assert [view["name"] for view in unit["fused"]] == [view["name"] for view in written[path]["fused"]]
+    assert plan["bytes"]["output"] == sum(shard["size"] for shard in written.values())
+    rank = sum(t["size"] for shard in written.values() if shard["rank"] == 0 for t in shard["tensors"] if not t["name"].startswith("__pad__."))
+    index = json.loads((tiny_tp2 / "rank-00-of-02" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == rank
+    assert plan["bytes"]["rank"] >= rank
+    assert plan["bytes"]["free"] > 0
+    assert (plan["source"]["tensors"], plan["source"]["payload_bytes"]) == (len(tiny.tensors), tiny.nbytes)
+    assert plan["left_out"] == []
+    assert plan["copied"] == sorted(path.name for path in tiny.folder.iterdir() if path.name not in (
+        "README.md", "config.json", "model.safetensors.index.json") and path.suffix != ".safetensors")  # fmt: skip
+
+
+def test_rank_bytes_are_those_of_the_index(tiny: Checkpoint, tiny_tp2: Path, command: Command) -> None:
+    """What one rank loads, fillers not counted."""
+    plan = json.loads(command("plan", tiny.folder, "--tp", 2, "--json")[1])
+    index = json.loads((tiny_tp2 / "rank-00-of-02" / "model.safetensors.index.json").read_text())
+    assert plan["bytes"]["rank"] == index["metadata"]["total_size"]
+
+
+def test_plan_names_what_is_left_out(copied_source: Path, command: Command) -> None:
+    (copied_source / "optimizer.pt").write_bytes(b"x")
+    (copied_source / "figures").mkdir()
+    (copied_source / ".gitattributes").write_text("")
+    code, stdout, _ = command("plan", copied_source, "--tp", 2, "--json")
+    assert code == 0
+    assert json.loads(stdout)["left_out"] == [".gitattributes", "figures/", "optimizer.pt"]
+
+
+def test_inspect_folder(tiny: Checkpoint, tiny_tp2: Path, command: Command) -> None:
+    code, stdout, stderr = command("inspect", tiny_tp2, "--json")
+    assert (code, stderr) == (0, "")
+    found = json.loads(stdout)
+    assert (found["layout"], found["group_size"], found["tp"], found["ep"]) == ("moe_wna16_marlin.u4b8", 32, 2, 1)
+    assert (found["ranks"], found["complete"], found["checks while converting"]) == ("2 of 2", True, "exact")
+    assert f"{len(tiny.tensors):,} tensors, {tiny.nbytes:,} bytes" in found["source"]
+    assert found["bytes"] == sum(path.stat().st_size for path in tiny_tp2.rglob("*.safetensors"))
+    assert [unit["unit"] for unit in found["units"]] == ["layer-000", "layer-001", "layer-002", "top", "common"]
+    assert [unit["files"] for unit in found["units"]] == [2, 2, 2, 2, 1]
+    assert "layer-001" in command("inspect", tiny_tp2)[1]
+
+
+def test_inspect_file(tiny_tp2: Path, command: Command) -> None:
+    path = tiny_tp2 / "rank-01-of-02" / "layer-001.safetensors"
+    raw = trees.read_shard(path)
+    found = json.loads(command("inspect", path, "--json")[1])
+    assert found["metadata"] == raw.metadata
+    assert found["bytes"] == len(raw.data)
+    assert [tensor["offset"] for tensor in found["tensors"]] == [entry[3] for entry in raw.entries]
+
+
+def test_inspect_packed_tensor(tiny: Checkpoint, tiny_tp2: Path, command: Command) -> None:
+    found = json.loads(command("inspect", tiny_tp2, "--tensor", PACKED, "--rank", 1, "--json")[1])
+    assert (found["dtype"], found["shape"]) == ("I32", [4, 16, 512])
+    expected = np.zeros(16, int)
+    for expert in trees.slices_of(tiny, 1, 1, 2, 1):
+        expected += np.bincount(expert.w13_codes.reshape(-1), minlength=16)
+    assert [row["count"] for row in found["codes"]] == expected.tolist()
+    assert [(row["code"], row["value"]) for row in found["codes"]] == [(code, code - 8) for code in range(16)]
+
+
+def test_inspect_scales_and_views(tiny: Checkpoint, tiny_tp2: Path, command: Command) -> None:
+    found = json.loads(command("inspect", tiny_tp2, "--tensor", PACKED.replace("packed", "scale"), "--json")[1])
+    bits = np.concatenate([expert.w13_scales.reshape(-1) for expert in trees.slices_of(tiny, 1, 0, 2, 1)])
+    values = (bits.astype(np.uint32) << 16).view(np.float32)
+    assert (found["minimum"], found["maximum"], found["zeros"], found["not finite"]) == (values.min(), values.max(), 0, 0)
+    view = json.loads(command("inspect", tiny_tp2, "--tensor", "language_model.model.layers.0.mlp.gate_up_proj.weight", "--json")[1])
+    assert view["shape"] == [512, 256]
+    common = json.loads(command("inspect", tiny_tp2, "--tensor", "mm_projector.proj.0.bias", "--json")[1])
+    assert common["shape"] == [128]
+
+
+@pytest.mark.parametrize("verb", ["inspect"])
+def test_inspect_of_what_is_not_there(tiny_tp2: Path, command: Command, verb: str) -> None:
+    code, _, stderr = command(verb, tiny_tp2, "--tensor", "no.such.tensor")
+    assert code == 2
+    assert "has no tensor no.such.tensor" in stderr
+    assert command(verb, tiny_tp2, "--tensor", PACKED, "--rank", 2)[0] == 2
+    assert command(verb, tiny_tp2 / "nothing")[0] == 2
+
+
+# Where it is printed.
+
+
+def test_progress_goes_to_a_terminal_on_stderr_alone(tiny: Checkpoint, tmp_path: Path) -> None:
+    parent, child = os.openpty()
+    termios.tcsetwinsize(child, (24, 100))
+    command = [sys.executable, "-m", "convert", "convert", str(tiny.folder), str(tmp_path / "out"), "--tp", "2", "--json"]
+    done = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=child)
+    os.close(child)
+    shown = b""
+    try:
+        while piece := os.read(parent, 4096):
+            shown += piece
+    except OSError:  # the other end is closed
+        pass
+    os.close(parent)
+    assert done.stdout is not None
+    stdout = done.stdout.read()
+    assert done.wait() == 0
+    assert b"converting" in shown
+    assert json.loads(stdout)["units_made"] == 5
+
+
+def test_output_that_nobody_reads(tiny_tp2: Path) -> None:
+    """`| head` closes the pipe."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "convert", "inspect", str(tiny_tp2), "--json"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_traceback_only_where_asked_for(tiny: Checkpoint, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("convert", tmp_path / "a" / "b" / "c", tmp_path / "out", "--tp", 2)
+    assert len(command(*arguments)[2].strip().splitlines()) == 1
+    monkeypatch.setenv("MARLIN_CONVERT_DEBUG", "1")
+    assert "Traceback" in command(*arguments)[2]

@@ -1,0 +1,55 @@
+"""Which files a unit needs, and how many at once: from the plan alone, and the same as the jobs read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from checkpoints import Checkpoint, make_small
+from hypothesis import given
+from hypothesis import strategies as st
+
+from convert.checkpoint.source import open_source
+from convert.pipeline.expert_job import expert_jobs
+from convert.pipeline.tensor_job import tensor_jobs
+from convert.pipeline.unit_work import UnitWork
+from convert.planning.needs import fetch_order, most_at_once, needs, unit_files
+from convert.planning.output import Options, plan_output
+
+
+@pytest.mark.parametrize("options", [Options(2), Options(4, 2, ranks=(0, 1)), Options(4, 4, ranks=(3,)), Options(2, layers=(1,))])
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_what_the_jobs_read(options: Options, split: bool, tmp_path: Path) -> None:
+    made = make_small(tmp_path / "checkpoint", experts=4, moe_intermediate=256, vt_layers=1, split_layer=split)
+    source = open_source(str(made.folder))
+    plan = plan_output(source, options)
+    for unit in plan.units:
+        work = UnitWork(plan, unit, tmp_path, "", False)
+        jobs = [*expert_jobs(work, source, 2), *tensor_jobs(work, source)]
+        assert set(unit_files(source, plan, unit)) == {file for job in jobs for file in job.files}
+
+
+def test_a_file_for_each_layer(tiny: Checkpoint) -> None:
+    source = open_source(str(tiny.folder))
+    plan = plan_output(source, Options(2))
+    needed = needs(source, plan, plan.units)
+    order, sizes = fetch_order(needed), {header.file: header.size for header in source.headers}
+    assert set(order) == set(sizes)
+    assert most_at_once(needed, sizes) == max(sum(sizes[file] for file in order[i : i + 3]) for i in range(len(order)))
+
+
+def test_a_file_that_is_needed_twice_is_held_meanwhile() -> None:
+    needed = {"a": ["0", "1"], "b": ["2"], "c": ["3"], "d": ["0"]}
+    sizes = {"0": 100, "1": 1, "2": 10, "3": 1000}
+    assert most_at_once(needed, sizes, look_ahead=0) == 1100
+    assert most_at_once(needed, sizes, look_ahead=2) == 1110
+
+
+@given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True), min_size=1, max_size=6), st.integers(0, 3))
+def test_bounds(files: list[list[int]], look_ahead: int) -> None:
+    needed = {str(i): [str(file) for file in unit] for i, unit in enumerate(files)}
+    sizes = {str(file): 1 for file in range(6)}
+    most = most_at_once(needed, sizes, look_ahead)
+    order = fetch_order(needed)
+    assert max(len(unit) for unit in files) <= most <= len(order)
+    assert most >= min(look_ahead + 1, len(order))
