@@ -20,6 +20,7 @@ from typing import Any
 from convert.bench.cold import evict, resident
 from convert.bench.synthetic import make_layers
 from convert.errors import MachineError
+from convert.files import file_system_of
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,9 @@ def bench_conversion(
             say(f"making {layers} layers of {experts} experts")
             make_layers(source, layers, experts)
         files = sorted(path for path in source.iterdir() if path.is_file())
+        in_memory = file_system_of(source.stat().st_dev) in ("tmpfs", "ramfs")
+        if in_memory:
+            say("this is a file system in memory: nothing is cold here")
         size = sum(path.stat().st_size for path in files)
         chosen = [variant for variant in VARIANTS if variant.name in variants]
         extra = ["--tp", str(tp), "--ep", str(ep), *(["--threads", str(threads)] if threads else []), *(["--memory", memory] if memory else [])]
@@ -61,16 +65,21 @@ def bench_conversion(
             steps: list[tuple[str, Callable[[], dict[str, Any]]]] = [("cp", lambda: _copy(files, place / "copy"))]
             steps += [(v.name, lambda v=v: _convert(source, place / "out", [*extra, *v.arguments])) for v in chosen]  # type: ignore[misc]
             for name, run in steps[number % len(steps) :] + steps[: number % len(steps)]:
-                evict(files)
-                warm = resident(files)
-                if warm > 0.01:
-                    raise MachineError(f"{warm:.0%} of the source stay in the page cache; a cold run cannot be measured here")
+                if not in_memory:
+                    _make_cold(files)
                 result = run()
                 runs[name].append(result)
                 say(f"round {number + 1} of {rounds}: {name} {result['seconds']:.2f} s, {size / result['seconds'] / 1e9:.2f} GB/s")
         return _report(size, runs, {"layers": layers, "experts": experts, "rounds": rounds, "tp": tp, "ep": ep})
     finally:
         shutil.rmtree(place, ignore_errors=True)
+
+
+def _make_cold(files: Sequence[Path]) -> None:
+    evict(files)
+    warm = resident(files)
+    if warm > 0.01:
+        raise MachineError(f"{warm:.0%} of the source stay in the page cache; a cold run cannot be measured here")
 
 
 def _copy(files: Sequence[Path], target: Path) -> dict[str, Any]:

@@ -126,8 +126,10 @@ class ExpertJob:
             raise SourceError(f"{name} in {file} says {list(found)}, but weight_packed has the shape of {list(expected)}")
 
     def _write(self, outputs: Outputs) -> None:
-        work = self.work
-        for (rank, name), (_, data) in outputs.items():
+        work, items = self.work, list(outputs.items())
+        # a file takes one writer at a time: jobs side by side begin with different ranks
+        turn = self.first // self.count % len(self.ranks) * len(work.unit.stacked)
+        for (rank, name), (_, data) in items[turn:] + items[:turn]:
             first = self.first - work.plan.topology.expert_range(rank, work.plan.experts).start
             work.files[rank].write(data, work.unit.offset(name) + first * (data.size // self.count))
 

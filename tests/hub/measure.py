@@ -26,7 +26,7 @@ from hub.watch import Watch  # noqa: E402
 
 KILLS = 20
 #: bytes a second
-SLOW, LINK = 8e6, 20e6
+SLOW, LINK = 3e6, 20e6
 #: the hub itself is slow when it is asked for the first time
 PATIENT = {"HF_HUB_DOWNLOAD_TIMEOUT": "300", "HF_HUB_ETAG_TIMEOUT": "300"}
 
@@ -35,16 +35,16 @@ def kills(published: Published, folder: Path) -> dict[str, Any]:
     """Twenty kills."""
     command = ["--tp", "2", "--free-source"]
     begin = time.monotonic()
+    published.proxy.rate = SLOW
     done = run_command(published.proxy.endpoint, folder / "home", "convert", published.repo, folder / "whole", *command)
     assert done.code == 0, done.stderr
+    length = time.monotonic() - begin
     moments, wrong, stages = random.Random(7), [], []
-    published.proxy.rate = SLOW
-    length = sum(path.stat().st_size for path in published.folder.iterdir()) / SLOW
     for i in range(KILLS):
         out = folder / f"killed-{i}"
         arguments = [sys.executable, "-m", "convert", "convert", published.repo, str(out), *command]
         process = subprocess.Popen(arguments, env=hub_environment(published.proxy.endpoint, folder / "home"), stdout=subprocess.DEVNULL)
-        time.sleep(moments.uniform(1.0, length + 2.0))
+        time.sleep(moments.uniform(0.5, length))
         over = process.poll() is not None
         process.kill()
         process.wait()

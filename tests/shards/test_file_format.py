@@ -33,7 +33,7 @@ def tensors(draw: st.DrawFn) -> Specs:
     return specs
 
 
-many = settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+many = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 
 
 def blocks_of(specs: Specs) -> list[list[TensorSpec]]:
@@ -130,7 +130,7 @@ def test_headers_open_with_the_reference_library(specs: Specs, metadata: dict[st
     assert start % PAGE == 0
     assert int.from_bytes(head[:8], "little") == start - 8
     assert head.rstrip(b" ").endswith(b"}")
-    data = bytes(i % 251 for i in range(layout.data_size))
+    data = (bytes(range(251)) * (layout.data_size // 251 + 1))[: layout.data_size]
     theirs = {name: (entry["dtype"], entry["shape"], bytes(entry["data"])) for name, entry in deserialize(head + data)}
     assert theirs == {p.spec.name: (p.spec.dtype, list(p.spec.shape), data[p.offset : p.end]) for p in layout.tensors}
     ours = parse_header("f", start + layout.data_size, head[8:])
