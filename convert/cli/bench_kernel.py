@@ -50,7 +50,7 @@ def show(report: dict[str, Any]) -> None:
         f"layer {report['layer']}, rank {report['rank']}, tp {report['tp']}, ep {report['ep']}: "
         f"{report['local_experts']} of {report['experts']} experts, hidden {report['hidden']}, I {report['intermediate']}; "
         f"{environment['provider']} on {environment['gpu'] or 'a CPU'}; "
-        f"copy bandwidth {report['copy_bandwidth'] / 1e12:.3f} TB/s"
+        f"memory bandwidth {report['memory_bandwidth'] / 1e12:.3f} TB/s"
     )
     output.table(HEADER, [_cells(row) for row in report["rows"]])
     for note in report["notes"]:

@@ -134,5 +134,5 @@ def test_nothing_to_move() -> None:
 def test_shapes_of_a_batch_are_checked() -> None:
     (first, *rest) = batch(SHAPES[0])
     short = replace(first, words=first.words.part(1, first.words.rows - 1, 0, first.words.cols))
-    with pytest.raises(ValueError, match="needs a Marlin side of|could not broadcast"):
+    with pytest.raises(ValueError, match=r"needs a Marlin side of|could not broadcast"):
         LAYOUT.moves(SHAPES[0], [*rest, short]).pack()

@@ -34,6 +34,7 @@ MOE = (
 )
 PLAN = ("planning/test_output_plan.py", "planning/test_plan_refusals.py")
 SHARDS = ("shards/test_file_format.py::test_every_promise", "shards/test_file_format.py::test_order", "shards/test_file_format.py::test_fused_views")
+BATCH = ("layout/test_moves.py::test_a_batch_is_each_slice_alone[shape0-0-False]",)
 WHOLE = ("mutants/one_conversion.py",)
 
 
@@ -61,7 +62,8 @@ MUTANTS = (
            "_block_to_words(source, s_base + block * s_stride, s_stride,", ("layout/test_words.py::test_rows_longer_than_what_is_handled_together",)),
     Mutant("check looks at rows of the first block only", "layout/words.py", "base = s_base + block * s_stride + first", "base = s_base + first",
            ("layout/test_golden_layout.py::test_moe_layer",)),
-    Mutant("every slice of a batch from the first source", "layout/words.py", "pack_words(source, table[i, 0],", "pack_words(source, table[0, 0],", WHOLE),
+    Mutant("every slice of a batch from the first source", "layout/words.py", "pack_words(source, table[i, 0],",
+           "pack_words(source, table[0, 0],", BATCH),
     # scales
     Mutant("i and j exchanged in the grouped order", "layout/scales.py", "[i + 8 * j for i in range(8) for j in range(8)]",
            "[8 * i + j for i in range(8) for j in range(8)]", GOLDEN),
@@ -70,7 +72,7 @@ MUTANTS = (
     Mutant("one group per channel takes the grouped order", "layout/scales.py", "0 < group_size < size_k", "group_size < size_k", GOLDEN),
     Mutant("every scale slice of a batch to the first place", "layout/scales.py",
            "pack_scale_words(source, table[i, 0], table[i, 1], table[i, 2], table[i, 3], marlin, table[i, 4],",
-           "pack_scale_words(source, table[i, 0], table[i, 1], table[i, 2], table[i, 3], marlin, table[0, 4],", WHOLE),
+           "pack_scale_words(source, table[i, 0], table[i, 1], table[i, 2], table[i, 3], marlin, table[0, 4],", BATCH),
     # w13 and w2
     Mutant("gate and up exchanged", "layout/moe.py", 'half if projection == "up_proj" else 0', 'half if projection == "gate_proj" else 0', GOLDEN),
     Mutant("K of w2 before padding", "layout/moe.py",
