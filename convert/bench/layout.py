@@ -20,11 +20,13 @@ GROUP = 32
 
 
 def bench_layout(rounds: int) -> dict[str, Any]:
-    """Run each function over matrices of random bytes on one core, many enough that they do not stay in the cache. Returns the report."""
-    return {"rounds": rounds, "rows": [row for name, (n, k) in SHAPES.items() for row in _shape(name, n, k, rounds)]}
+    """Run each function over random bytes on one core, in the cache and streaming from memory. Returns the report."""
+    rows = [row for hot in (True, False) for name, (n, k) in SHAPES.items() for row in _shape(name, n, k, rounds, hot)]
+    return {"rounds": rounds, "rows": rows}
 
 
-def _shape(name: str, n: int, k: int, rounds: int) -> list[dict[str, Any]]:
+def _shape(name: str, n: int, k: int, rounds: int, hot: bool) -> list[dict[str, Any]]:
+    """One shape: the same matrix again and again (`hot`), or 96 MB of them one after the other."""
     count = max((96 << 20) // (n * k // 2), 1)
     rng = np.random.default_rng(0)
     packed = _matrices(count, (n, k // 8), np.int32, rng)
@@ -50,12 +52,12 @@ def _shape(name: str, n: int, k: int, rounds: int) -> list[dict[str, Any]]:
         seconds = []
         for _ in range(rounds + 1):  # the first warms up
             begin = time.perf_counter()
-            for arguments in calls:
-                run(*arguments)
+            for i in range(len(calls)):
+                run(*calls[0 if hot else i])
             seconds.append(time.perf_counter() - begin)
         seconds = seconds[1:]
         rates = {"gb_per_s": size / statistics.median(seconds) / 1e9, "best_gb_per_s": size / min(seconds) / 1e9}
-        results.append({"shape": name, "function": job, **rates})
+        results.append({"shape": name, "memory": "in cache" if hot else "streaming", "function": job, **rates})
     return results
 
 

@@ -20,6 +20,6 @@ def command(rounds: int, as_json: bool) -> None:
         output.document(report)
         return
     output.table(
-        ("shape", "function", "GB/s", "best"),
-        [(row["shape"], row["function"], f"{row['gb_per_s']:.2f}", f"{row['best_gb_per_s']:.2f}") for row in report["rows"]],
+        ("shape", "memory", "function", "GB/s", "best"),
+        [(row["shape"], row["memory"], row["function"], f"{row['gb_per_s']:.2f}", f"{row['best_gb_per_s']:.2f}") for row in report["rows"]],
     )

@@ -25,8 +25,8 @@ from convert.layout.jit import inline, jit
 Flat = npt.NDArray[np.uint64]
 Table = npt.NDArray[np.int64]
 
-#: k-tiles handled together: 512 bytes of a row; the block of words in between (32 KiB) stays in the first cache levels
-RUN = 64
+#: k-tiles handled together: a whole row of K2.6 (7168 inputs), read as one stream; the block of words in between (230 KB) stays in the second cache
+RUN = 448
 
 _NIBBLES = np.uint64(0x0F0F0F0F0F0F0F0F)
 _BYTES = np.uint64(0x00FF00FF00FF00FF)
