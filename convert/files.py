@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -78,6 +78,18 @@ def write_all(descriptor: int, data: memoryview, offset: int) -> None:
         if written <= 0:
             raise OSError(errno.EIO, "a write wrote nothing")
         data, offset = data[written:], offset + written
+
+
+def write_durably(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files that count only once something written later says so: all of them, then all to the disk, each waited for once."""
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    for name in files:
+        with (folder / name).open("rb") as file:
+            os.fsync(file.fileno())
+    for parent in {folder, *((folder / name).parent for name in files)}:
+        sync_folder(parent)
 
 
 @contextmanager

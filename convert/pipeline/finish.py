@@ -17,7 +17,7 @@ from typing import Any
 from convert.checkpoint.config import rewritten
 from convert.checkpoint.identity import SourceIdentity
 from convert.checkpoint.source import INDEX_NAME, Source
-from convert.files import digest, file_digest, machine_errors, sync_folder, write_atomic
+from convert.files import digest, machine_errors, write_atomic, write_durably
 from convert.pipeline.card import model_card
 from convert.pipeline.manifest import build_manifest, digest_file, rank_index, source_digests
 from convert.pipeline.stages import Stages
@@ -37,22 +37,13 @@ def finish_output(
         digests, offsets = digest_file(plan, records)
         documents = {"digests.bin": digests, "config.json": output_config(source, plan)}
         documents |= _source_documents(source, records) | _indexes(plan)
-        files = [{"path": path, "size": len(data), "digest": digest(data).hex()} for path, data in documents.items()]
-        for path, data in documents.items():
-            (out / path).parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(out / path, data)
         with ThreadPoolExecutor(AT_A_TIME) as workers:
-            copies = dict(zip(source.auxiliary, workers.map(source.store.read, source.auxiliary), strict=True))
-        for name, data in copies.items():
-            write_atomic(out / name, data)
-            size, value = file_digest(out / name)
-            files.append({"path": name, "size": size, "digest": value})
+            documents |= dict(zip(source.auxiliary, workers.map(source.store.read, source.auxiliary), strict=True))
+        files = [{"path": path, "size": len(data), "digest": digest(data).hex()} for path, data in documents.items()]
         card = model_card(source, identity, plan, checks, files)
-        write_atomic(out / "README.md", card)
         files.append({"path": "README.md", "size": len(card), "digest": digest(card).hex()})
-        write_atomic(out / "provenance.json", provenance(source, stages))
         manifest = build_manifest(source, identity, plan, records, offsets, files, checks)
-        sync_folder(out)
+        write_durably(out, documents | {"README.md": card, "provenance.json": provenance(source, stages)})
         write_atomic(out / "manifest.json", manifest)
 
 
