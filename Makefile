@@ -36,7 +36,7 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 
 test: $(VENV)/.test lint
-	$(BIN)/python -m pytest -m "not gpu" -n 2
+	$(BIN)/python -m pytest -m "not gpu" -n 3
 
 wheel: $(VENV)/.test
 	$(BIN)/python -m build --quiet

@@ -361,22 +361,22 @@ def advice(torch_version: str | None, torch_cuda: str | None, driver_cuda: str |
     cuda = torch_cuda or driver_cuda or ""
     major = int(cuda.split(".")[0]) if cuda else 0
     if torch_version is not None and torch_cuda is None:
-        wanted = "'marlin-convert[sglang]'" if major >= 13 else "'marlin-convert[sgl-kernel]'"
+        wanted = "'.[sglang]'" if major >= 13 else "'.[sgl-kernel]'"
         return f"torch {torch_version} is a build without CUDA: in a fresh environment, pip install {wanted}"
     if major == 12:
-        return "CUDA 12: pip install 'marlin-convert[sgl-kernel]' (torch 2.9.1 and sgl-kernel 0.3.21, compiled, 535 MB)"
+        return "CUDA 12: pip install '.[sgl-kernel]' (torch 2.9.1 and sgl-kernel 0.3.21, compiled, 535 MB)"
     if major < 12:
         return "the driver is too old for the kernel's packages: CUDA 12 or newer is needed"
     compiles = "it compiles the kernel at first use: nvcc with CUDA_HOME set, g++ with C++20, ninja"
     number = re.match(r"(\d+)\.(\d+)", torch_version or "")
     if number is None:
-        return f"CUDA {major}: pip install 'marlin-convert[sglang]'; {compiles}"
+        return f"CUDA {major}: pip install '.[sglang]'; {compiles}"
     release = (int(number[1]), int(number[2]))
     if release == (2, 11):
         return f"torch {torch_version}, CUDA {major}: pip install 'sglang==0.5.17'; {compiles}"
     if release >= (2, 13):
         return f"torch {torch_version}, CUDA {major}: pip install 'sglang>=0.5.18,<0.6'; {compiles}"
-    return f"no sglang is known to go with torch {torch_version}: in a fresh environment, pip install 'marlin-convert[sglang]'; {compiles}"
+    return f"no sglang is known to go with torch {torch_version}: in a fresh environment, pip install '.[sglang]'; {compiles}"
 
 
 def _kernel(verification: Answer, found: Torch, driver: dict[str, Any], providers: tuple[dict[str, Any], ...], install: str, run: bool) -> Answer:
@@ -385,7 +385,7 @@ def _kernel(verification: Answer, found: Torch, driver: dict[str, Any], provider
         return verification
     if found.problem:
         hint = install or ("no NVIDIA GPU was found: verify --kernel --device cpu checks slowly with a model of the kernel" if found.version else "")
-        hint = hint or "pip install 'marlin-convert[torch]' for the slow check with verify --kernel --device cpu; the kernel itself needs a GPU"
+        hint = hint or "pip install '.[torch]' for the slow check with verify --kernel --device cpu; the kernel itself needs a GPU"
         return Answer(False, f"{found.problem}; {hint}")
     loading = [provider["name"] for provider in providers if provider["available"]]
     if not loading:

@@ -82,13 +82,16 @@ def write_all(descriptor: int, data: memoryview, offset: int) -> None:
 
 def write_durably(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write files that count only once something written later says so: all of them, then all to the disk, each waited for once."""
+    parents = {(folder / name).parent for name in files}
+    for parent in sorted(parents):
+        if not parent.is_dir():
+            parent.mkdir(parents=True)
     for name, data in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
     for name in files:
         with (folder / name).open("rb") as file:
             os.fsync(file.fileno())
-    for parent in {folder, *((folder / name).parent for name in files)}:
+    for parent in {folder, *parents, *(parent.parent for parent in parents if parent != folder)}:
         sync_folder(parent)
 
 

@@ -300,7 +300,7 @@ def plot(report: dict[str, Any], path: str) -> None:
         mpl.use("Agg")
         from matplotlib import pyplot
     except ImportError as error:
-        raise MachineError("--plot needs matplotlib: pip install 'marlin-convert[report]'") from error
+        raise MachineError("--plot needs matplotlib: pip install '.[report]'") from error
     figure, axes = pyplot.subplots(1, len(ROUTINGS), figsize=(11, 4.5), sharey=True)
     for axis, routing in zip(axes, ROUTINGS, strict=True):
         rows = [row for row in report["rows"] if row["routing"] == routing and not row["use_atomic_add"]]

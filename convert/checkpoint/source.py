@@ -15,7 +15,7 @@ from convert.checkpoint.config import ModelConfig, parse_config
 from convert.checkpoint.header import Header, TensorEntry
 from convert.checkpoint.hub_files import HubOptions
 from convert.checkpoint.store import RECORD, FolderStore, Store, recorded_origin
-from convert.errors import SourceError, UsageError
+from convert.errors import ConvertError, SourceError, UsageError
 
 INDEX_NAME = "model.safetensors.index.json"
 #: never copied beside the shards: other weights, and what version control and downloaders leave
@@ -76,8 +76,13 @@ def open_source(source: str, hub: HubOptions | None = None) -> Source:
 
     Raises SourceError where it is damaged, incomplete or of another kind, UsageError where it is neither, MachineError where the network fails.
     """
-    store, notes = _store(source, hub)
-    names = store.names()
+    try:
+        store, notes = _store(source, hub)
+        names = store.names()
+    except ConvertError as error:
+        if is_repository(source) and not Path(source).exists() and "folder" not in str(error):
+            raise type(error)(f"{source} is no folder here, so it was taken for a repository of the hub: {error}") from error
+        raise
     config_bytes = store.read("config.json")
     _refuse_converted(store, names)
     config = _json_object(config_bytes, "config.json")

@@ -14,6 +14,9 @@ from convert.errors import ConvertError
 
 VERBS = ("plan", "download", "convert", "verify", "inspect", "bench", "doctor")
 
+#: optional packages and the extra that brings each
+EXTRAS = {"torch": "torch", "matplotlib": "report"}
+
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM: unwinds like Ctrl-C, with an exit code of its own."""
@@ -76,6 +79,11 @@ def run(arguments: list[str]) -> int:
         _show(error)
         click.echo(f"error: {error}", err=True)
         return error.exit_code
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRAS:
+            raise
+        click.echo(f"error: this needs {error.name}: pip install '.[{EXTRAS[error.name]}]' in the project's folder", err=True)
+        return 2
     except Exception as error:
         _show(error)
         click.echo(f"internal error: {type(error).__name__}: {error}; set MARLIN_CONVERT_DEBUG=1 and report what it prints", err=True)

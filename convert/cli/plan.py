@@ -13,10 +13,11 @@ from convert.cli.options import gigabytes, hub_options, json_option, parallel_op
 @click.argument("out", required=False)
 @parallel_options
 @hub_options
+@click.option("--all", "every", is_flag=True, help="List the tensors of common/ too.")
 @json_option
 def command(
     source: str, out: str | None, tp: int, ep: int, layers: tuple[int, ...] | None, ranks: tuple[int, ...] | None, revision: str | None,
-    token: str | None, cache_dir: str | None, as_json: bool,
+    token: str | None, cache_dir: str | None, every: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Show what `convert` would write, from headers alone.
 
@@ -25,6 +26,7 @@ def command(
     """
     from convert.checkpoint.hub_files import HubOptions
     from convert.planning.report import plan, rule_of
+    from convert.shards.format import is_filler
 
     report = plan(source, out, tp=tp, ep=ep, layers=layers, ranks=ranks, hub=HubOptions(revision, token, cache_dir))
     if as_json:
@@ -35,6 +37,10 @@ def command(
         first, last = group[0], group[-1]
         name = first.name if first is last else f"{first.name} .. {last.name} ({len(group)} units)"
         output.result(f"{name}: {len(first.ranks)} files of {first.file_size:,} bytes each, such as {made.path(first, first.ranks[0])}")
+        if first.name == "common" and not every:
+            tensors = sum(not is_filler(p.spec.name) for p in first.files.tensors)
+            output.result(f"  {tensors} tensors that every rank may use, each whole; --all lists them\n")
+            continue
         rows = [
             (p.spec.name, rule_of(first, p.spec.name), p.spec.dtype, "x".join(map(str, p.spec.shape)), first.data_start + p.offset, p.spec.size)
             for p in first.files.tensors
@@ -57,5 +63,7 @@ def command(
             f"({gigabytes(fetched[1])}) at a time"
         )
     output.result(f"each rank loads {made.rank_bytes():,} bytes ({gigabytes(made.rank_bytes())} of GPU memory for weights)")
+    if report.free is not None and report.free < made.total_bytes:
+        output.message(f"note: it does not fit: {gigabytes(made.total_bytes - report.free)} are missing")
     free = "" if report.free is None else f"; {gigabytes(report.free)} are free there"
     output.result(f"output: {made.total_bytes:,} bytes ({gigabytes(made.total_bytes)}) in {sum(len(u.ranks) for u in made.units)} shard files{free}")

@@ -66,6 +66,8 @@ def _exact(out: str, source: str | None, threads: int | None, folder: Path | Non
     else:
         _show(found.findings)
         output.result(_summary(found, source))
+        if not found.ok:
+            output.message("to mend it: remove the files named above and run the same convert command again; it remakes what is missing")
     return found.ok
 
 

@@ -195,7 +195,7 @@ CANDIDATES = (
         "sglang",
         "sglang.kernels.ops.moe.moe_wna16_marlin",
         "sglang.kernels.ops.quantization.gptq_marlin_repack",
-        "CUDA 13: pip install 'marlin-convert[sglang]'; it compiles at first use and needs nvcc (CUDA_HOME set), g++ with C++20 and ninja",
+        "CUDA 13: pip install '.[sglang]'; it compiles at first use and needs nvcc (CUDA_HOME set), g++ with C++20 and ninja",
     ),
     Candidate(
         "sglang.jit_kernel",
@@ -209,7 +209,7 @@ CANDIDATES = (
         "sgl_kernel",
         "sgl_kernel",
         None,
-        "CUDA 12: pip install 'marlin-convert[sgl-kernel]', compiled, 535 MB",
+        "CUDA 12: pip install '.[sgl-kernel]', compiled, 535 MB",
     ),
 )
 

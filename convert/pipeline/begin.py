@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from convert.checkpoint.identity import SourceIdentity, identity_from_json
 from convert.checkpoint.source import Source
 from convert.errors import MachineError, SourceError, UsageError
-from convert.files import existing, sync_folder
+from convert.files import existing
 from convert.pipeline.records import WORK, WorkFolder
 from convert.planning.output import OutputPlan
 from convert.planning.rules import rules_digest
@@ -19,6 +18,8 @@ from convert.shards.finished import FinishedUnit
 from convert.shards.format import FORMAT_VERSION
 from convert.shards.manifest import Manifest
 
+#: what is proven while converting, each more than the one before
+CHECKS = ("none", "exact", "kernel")
 #: room for indexes, manifest, headers of the source and other small files
 SMALL_FILES = 64 << 20
 
@@ -43,22 +44,6 @@ def is_ours(out: Path) -> bool:
             return b'"marlin-convert"' in file.read(64)
     except OSError:
         return False
-
-
-def clear_output(out: Path) -> None:
-    """Remove a conversion, manifest first, so that at no time a manifest stands for files that are gone."""
-    (out / WORK).mkdir(exist_ok=True)  # marks the folder as ours until the new run has begun
-    if (out / "manifest.json").exists():
-        (out / "manifest.json").unlink()
-        sync_folder(out)
-    for path in out.iterdir():
-        if path.name == WORK:
-            continue
-        if path.is_dir() and (path.name in ("common", "source") or re.fullmatch(r"rank-\d+-of-\d+", path.name)):
-            shutil.rmtree(path)
-        elif path.is_file():
-            path.unlink()
-    shutil.rmtree(out / WORK)
 
 
 def job_options(plan: OutputPlan, verify: str) -> dict[str, Any]:
@@ -105,7 +90,13 @@ def manifest_options(manifest: Manifest) -> dict[str, Any]:
 
 def compare_finished(out: Path, manifest: Manifest, identity: SourceIdentity, options: Mapping[str, Any]) -> None:
     """See that a finished OUT is what is asked for. Raises UsageError or SourceError."""
-    compare_options(out, manifest_options(manifest), options)
+    made, asked = manifest_options(manifest), dict(options)
+    if CHECKS.index(made["verify"]) >= CHECKS.index(asked["verify"]):
+        asked["verify"] = made["verify"]  # proven more than is asked for
+    elif made | {"verify": asked["verify"]} == asked:
+        flag = " --kernel" if asked["verify"] == "kernel" else ""
+        raise UsageError(f"{out} is finished, made with --verify {made['verify']}; prove it with `marlin-convert verify {out}{flag}`")
+    compare_options(out, made, asked)
     if (difference := identity_from_json(manifest.document["source"]).continued_by(identity)) is not None:
         raise SourceError(f"{out} was made from another source: {difference}; use another OUT, or --overwrite to start again")
 
@@ -127,5 +118,7 @@ def refuse_full_disk(out: Path, plan: OutputPlan, records: Mapping[str, Finished
 
 
 def _short(value: object) -> str:
+    if isinstance(value, list) and len(value) > 2 and value == list(range(value[0], value[-1] + 1)):
+        return f"{value[0]}-{value[-1]}"
     text = str(value)
     return text if len(text) <= 40 else text[:37] + "..."

@@ -30,7 +30,8 @@ published tensors."""
 
 def model_card(source: Source, identity: SourceIdentity, plan: OutputPlan, checks: str, files: Sequence[Mapping[str, Any]]) -> bytes:
     """The card. `files` are the documents beside the shards, as the manifest lists them."""
-    proof = ": each tensor was inverted and compared with the source before it was written." if checks != "none" else "."
+    unproven = " on purpose; it was not checked while converting: run `marlin-convert verify`."
+    proof = ": each tensor was inverted and compared with the source before it was written." if checks != "none" else unproven
     return "\n".join([
         "---", *_front_matter(source, identity), "---", "",
         f"# {_title(identity)} for {plan.topology.tp} GPUs, Marlin layout", "",

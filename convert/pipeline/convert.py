@@ -16,14 +16,15 @@ from convert.errors import SourceError, UsageError
 from convert.files import machine_errors
 from convert.layout.protocol import ExpertShape
 from convert.pipeline.begin import (
+    CHECKS,
     begin_or_continue,
-    clear_output,
     compare_finished,
     job_options,
     refuse_foreign,
     refuse_full_disk,
 )
 from convert.pipeline.budget import Budget, choose_budget
+from convert.pipeline.clear import clear_output, has_lost_files, reopen
 from convert.pipeline.executor import Executor, Job
 from convert.pipeline.expert_job import expert_jobs
 from convert.pipeline.fetching import fetching
@@ -39,7 +40,6 @@ from convert.reads import PieceReader
 from convert.shards.finished import FinishedUnit
 from convert.shards.manifest import read_manifest
 
-CHECKS = ("none", "exact", "kernel")
 Progress = Callable[[int, int], None]
 
 
@@ -94,7 +94,7 @@ def convert(
     with locked(folder):
         if overwrite:
             with machine_errors(f"clearing {folder}"):
-                clear_output(folder)
+                clear_output(folder, opened.auxiliary)
         return _convert(opened, plan, folder, budget, verify, run_kernel, direct_io, progress, fetch_progress)
 
 
@@ -103,23 +103,29 @@ def _convert(
     fetch_progress: Progress | None,
 ) -> Report:  # fmt: skip
     """Everything under the lock."""
-    identity, options, stages, work = identify(source), job_options(plan, verify), Stages(), WorkFolder(out)
-    if (out / "manifest.json").exists():
-        compare_finished(out, read_manifest(out), identity, options)
-        work.remove()
-        return Report(out, 0, len(plan.units), plan.total_bytes, stages)
+    identity, stages, work = identify(source), Stages(), WorkFolder(out)
     looks = stamps(source, () if source.folder is None else (header.file for header in source.headers))
+    manifest = read_manifest(out) if (out / "manifest.json").exists() else None
+    if manifest is not None:
+        compare_finished(out, manifest, identity, job_options(plan, verify))
+        if not has_lost_files(out, manifest):
+            work.remove()
+            return Report(out, 0, len(plan.units), plan.total_bytes, stages)
+        if (verify := manifest.checks) == "kernel" and run_kernel is None:
+            raise UsageError(f"{out} has lost files and was made with --verify kernel; give that again to remake them")
     with machine_errors(f"beginning in {out}"):
-        begin_or_continue(work, identity, options, looks)
+        begin_or_continue(work, identity, job_options(plan, verify), looks)
+        if manifest is not None:
+            reopen(out, plan, manifest, work)
         work.remove_partials()
         records = {unit.name: record for unit in plan.units if (record := work.finished(plan, unit)) is not None}
     found = len(records)
     left = [unit for unit in plan.units if unit.name not in records]
     fetched = fetching(source, plan, left, out, fetch_progress)
     refuse_full_disk(out, plan, records, fetched.place, fetched.room)
-    for unit in plan.units:
-        for rank in unit.ranks:
-            (out / plan.path(unit, rank)).parent.mkdir(exist_ok=True)
+    for parent in sorted({(out / plan.path(unit, rank)).parent for unit in plan.units for rank in unit.ranks}):
+        with machine_errors(f"creating {parent}"):
+            parent.mkdir(exist_ok=True)
 
     def finished(done: UnitWork, record: FinishedUnit) -> None:
         """A unit's files are durable: unless the source was touched meanwhile, its record makes it count."""

@@ -24,7 +24,7 @@ def kernel_check(source: Source, plan: OutputPlan, out: Path, device: str = "cud
         from convert.checks.kernel.results import KernelReport
         from convert.checks.kernel.run import TOKENS, check_layer, load_provider
     except ImportError as error:
-        raise UsageError(f"--verify kernel needs torch ({error}); pip install 'marlin-convert[torch]', or use --verify exact") from error
+        raise UsageError(f"--verify kernel needs torch ({error}); pip install '.[torch]', or use --verify exact") from error
 
     provider = load_provider(device, None)
     top_k = int(source.model.text.get("num_experts_per_tok", 8))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from convert.errors import OutputError
+from convert.errors import OutputError, UsageError
 from convert.files import digest
 from convert.shards.format import FORMAT, FORMAT_VERSION
 
@@ -133,6 +133,10 @@ def read_manifest(out: Path) -> Manifest:
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
+        if not out.is_dir():
+            raise UsageError(f"{out} is not a folder") from None
+        if (out / "config.json").exists() and not any(out.glob("rank-*")):
+            raise UsageError(f"{out} is no conversion; if it is the published checkpoint, give the output folder instead") from None
         what = "its conversion has not finished: run the same convert command again" if (out / ".work").exists() else "is it a converted folder?"
         raise OutputError(f"{out} has no manifest.json; {what}") from None
     except OSError as error:

@@ -81,7 +81,7 @@ def test_on_the_command_line(outs: dict[int, Path], command: Command, tmp_path: 
     except ImportError:
         code, _, messages = command(*arguments, "--plot", tmp_path / "plot.png")
         assert code == 4
-        assert "pip install 'marlin-convert[report]'" in messages
+        assert "pip install '.[report]'" in messages
     else:
         assert command(*arguments, "--plot", tmp_path / "plot.png")[0] == 0
         assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

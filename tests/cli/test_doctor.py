@@ -134,7 +134,7 @@ def test_a_driver_but_no_torch_for_it(tmp_path: Path) -> None:
     jsonschema.validate(found.as_json(), SCHEMA)
     assert not found.kernel.ok
     if torch.version.cuda is None:
-        assert "is a build without CUDA: in a fresh environment, pip install 'marlin-convert[sglang]'" in found.kernel.reason
+        assert "is a build without CUDA: in a fresh environment, pip install '.[sglang]'" in found.kernel.reason
 
 
 def gpu_machine(monkeypatch: pytest.MonkeyPatch, available: bool, capability: str = "9.0") -> None:
@@ -177,15 +177,15 @@ def test_with_a_gpu_but_no_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     [
         ((None, None, None, False), ""),
         (("2.13.0+cpu", None, None, False), ""),
-        (("2.13.0+cpu", None, "13.0", True), "build without CUDA: in a fresh environment, pip install 'marlin-convert[sglang]'"),
-        (("2.9.1+cpu", None, "12.8", True), "build without CUDA: in a fresh environment, pip install 'marlin-convert[sgl-kernel]'"),
-        ((None, None, "13.0", True), "CUDA 13: pip install 'marlin-convert[sglang]'"),
-        ((None, None, "12.4", True), "CUDA 12: pip install 'marlin-convert[sgl-kernel]'"),
+        (("2.13.0+cpu", None, "13.0", True), "build without CUDA: in a fresh environment, pip install '.[sglang]'"),
+        (("2.9.1+cpu", None, "12.8", True), "build without CUDA: in a fresh environment, pip install '.[sgl-kernel]'"),
+        ((None, None, "13.0", True), "CUDA 13: pip install '.[sglang]'"),
+        ((None, None, "12.4", True), "CUDA 12: pip install '.[sgl-kernel]'"),
         ((None, None, "11.8", True), "the driver is too old"),
-        (("2.9.1+cu128", "12.8", "13.0", True), "CUDA 12: pip install 'marlin-convert[sgl-kernel]'"),
+        (("2.9.1+cu128", "12.8", "13.0", True), "CUDA 12: pip install '.[sgl-kernel]'"),
         (("2.11.0+cu130", "13.0", "13.0", True), "pip install 'sglang==0.5.17'"),
         (("2.14.1+cu130", "13.0", "13.1", True), "pip install 'sglang>=0.5.18,<0.6'"),
-        (("2.10.0+cu130", "13.0", "13.1", True), "in a fresh environment, pip install 'marlin-convert[sglang]'"),
+        (("2.10.0+cu130", "13.0", "13.1", True), "in a fresh environment, pip install '.[sglang]'"),
     ],
 )
 def test_advice(found: tuple[Any, ...], said: str) -> None:

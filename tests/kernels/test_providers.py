@@ -46,8 +46,8 @@ def test_probe_says_what_is_missing() -> None:
         installed = importlib.util.find_spec(candidate.package) is not None
         assert installed == (f"the package {candidate.package} is not installed" not in report.reason)
         assert "\n" not in report.reason
-    assert "pip install 'marlin-convert[sglang]'" in reports[0].install
-    assert "pip install 'marlin-convert[sgl-kernel]'" in reports[2].install
+    assert "pip install '.[sglang]'" in reports[0].install
+    assert "pip install '.[sgl-kernel]'" in reports[2].install
     assert "sglang" not in sys.modules
 
 

@@ -311,8 +311,9 @@ def test_file_as_source(tiny: Checkpoint, tmp_path: Path, command: Command) -> N
 def test_verify_of_what_is_no_conversion(tiny: Checkpoint, tmp_path: Path, command: Command, folder: str) -> None:
     place = {"nowhere": tmp_path / "nowhere", "empty": tmp_path, "checkpoint": tiny.folder}[folder]
     code, _, stderr = command("verify", place)
-    assert code == (2 if folder == "nowhere" else 1)
-    assert ("is not a folder" if folder == "nowhere" else "has no manifest.json; is it a converted folder?") in stderr
+    assert code == (1 if folder == "empty" else 2)
+    said = {"nowhere": "is not a folder", "empty": "has no manifest.json; is it a converted folder?", "checkpoint": "give the output folder instead"}
+    assert said[folder] in stderr
 
 
 def test_verify_with_the_source_first(tiny: Checkpoint, copied: Path, command: Command) -> None:
@@ -341,10 +342,19 @@ OTHER_OPTIONS: dict[str, tuple[tuple[object, ...], str]] = {
     "tp": (("--tp", 4), "tp 2, now asked for 4"),
     "ep": (("--tp", 2, "--ep", 2), "ep 1, now asked for 2"),
     "ranks": (("--tp", 2, "--ranks", 0), "ranks [0, 1], now asked for [0]"),
-    "layers": (("--tp", 2, "--layers", "0-1"), "layers [0, 1, 2], now asked for [0, 1]"),
+    "layers": (("--tp", 2, "--layers", "0-1"), "layers 0-2, now asked for [0, 1]"),
     "all layers but nothing else": (("--tp", 2, "--layers", "0-2"), "complete True, now asked for False"),
-    "checks": (("--tp", 2, "--verify", "none"), "verify exact, now asked for none"),
 }
+
+
+def test_other_proof_on_an_unfinished_one(forks: Forks, tiny: Checkpoint, tmp_path: Path, command: Command) -> None:
+    """A finished one that is proven more than is asked for is just finished; half of each would be neither."""
+    out = tmp_path / "unfinished"
+    fault = {"call": "replace", "number": 6, "action": "SIGKILL"}
+    assert forks.run("convert", tiny.folder, out, "--tp", 2, "--threads", 1, fault=fault).code == -9
+    code, _, stderr = command("convert", tiny.folder, out, "--tp", 2, "--verify", "none")
+    assert code == 2
+    assert f"{out} was made with verify exact, now asked for none" in stderr
 
 
 @pytest.mark.parametrize("what", OTHER_OPTIONS)
