@@ -91,8 +91,8 @@ def parse_header(file: str, size: int, raw: bytes) -> Header:
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     document = dict(pairs)
     if len(document) != len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the name {twice!r} stands in it twice")
     return document
 

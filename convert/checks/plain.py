@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,17 @@ class Stored:
 
     shard: Shard
     tensor: StoredTensor
+
+    @property
+    def rank(self) -> int:
+        """Whose it is; 0 in common/."""
+        return self.shard.rank or 0
+
+
+Rows = Callable[[int, int], Bytes]
+#: the tensor, and the hasher of its stored bytes, by rank (0 in common/)
+Held = Mapping[int, Stored]
+Hashers = Mapping[int, xxhash.xxh3_128]
 
 
 def read_rows(reader: PieceReader, stored: Stored, begin: int, end: int) -> Bytes:
@@ -50,9 +61,9 @@ def check_plain(
     `held` is in rank order; `expected` the source's digest. Slices of ranks that are not there are taken from the source where there is one
     (`rows_of_source(begin, end)` gives rows of the whole tensor), else the tensor cannot be proven from OUT alone.
     """
-    stored_digests = {item.shard.rank: xxhash.xxh3_128() for item in held}
+    by_rank = {item.rank: item for item in held}
+    stored_digests = {rank: xxhash.xxh3_128() for rank in by_rank}
     whole = xxhash.xxh3_128()
-    by_rank = {item.shard.rank: item for item in held}
     provable = origin.axis is None or len(held) == tp or rows_of_source is not None
     if origin.axis == 1:
         _feed_columns(reader, by_rank, tp, rows_of_source, stored_digests, whole)
@@ -60,8 +71,8 @@ def check_plain(
         _feed_rows(reader, by_rank, tp, rows_of_source, stored_digests, whole)
     else:
         for item in held:
-            _feed_rows(reader, {0: item}, 1, None, {0: stored_digests[item.shard.rank]}, xxhash.xxh3_128())
-    damaged = [item for item in held if stored_digests[item.shard.rank].hexdigest() != item.tensor.digest]
+            _feed_rows(reader, {0: item}, 1, None, {0: stored_digests[item.rank]}, xxhash.xxh3_128())
+    damaged = [item for item in held if stored_digests[item.rank].hexdigest() != item.tensor.digest]
     for item in damaged:
         report.add(_finding(item, origin, layer, "the stored bytes do not match their digest"))
     report.count(size=sum(item.tensor.size for item in held), proven=int(provable), unproven=int(not provable))
@@ -70,11 +81,11 @@ def check_plain(
     if not provable or expected is None:
         return
     if origin.axis is None:
-        wrong = [item for item in held if stored_digests[item.shard.rank].digest() != expected]
-        found = {item.shard.rank: stored_digests[item.shard.rank].digest() for item in wrong}
+        wrong = [item for item in held if stored_digests[item.rank].digest() != expected]
+        found = {item.rank: stored_digests[item.rank].digest() for item in wrong}
         for item in wrong:
             if item not in damaged:
-                report.add(_finding(item, origin, layer, "differs from the source" + whose(holders(found[item.shard.rank]))))
+                report.add(_finding(item, origin, layer, "differs from the source" + whose(holders(found[item.rank]))))
     elif whole.digest() != expected and not damaged:
         culprits = [] if rows_of_source is None else [item for item in held if _differs(reader, item, origin.axis, rows_of_source)]
         report.add(*(_finding(item, origin, layer, "differs from the source") for item in culprits))
@@ -85,7 +96,7 @@ def check_plain(
 
 def _differs(reader: PieceReader, item: Stored, axis: int | None, rows_of_source: Callable[[int, int], Bytes]) -> bool:
     """Whether a rank's slice differs from the source."""
-    rows, rank = item.tensor.shape[0], item.shard.rank or 0
+    rows, rank = item.tensor.shape[0], item.rank
     width = item.tensor.size // rows
     step = max(CHUNK // width, 1)
     for begin in range(0, rows, step):
@@ -106,7 +117,9 @@ def _finding(item: Stored, origin: Origin, layer: int | None, what: str) -> Find
     return Finding(item.shard.path, f"{origin.tensor}: {what}", layer, rank=item.shard.rank)
 
 
-def _feed_rows(reader, by_rank, tp, rows_of_source, stored_digests, whole) -> None:  # type: ignore[no-untyped-def]
+def _feed_rows(
+    reader: PieceReader, by_rank: Held, tp: int, rows_of_source: Rows | None, stored_digests: Hashers, whole: xxhash.xxh3_128
+) -> None:
     """Slices lie one after the other."""
     rows = next(iter(by_rank.values())).tensor.shape[0]
     width = next(iter(by_rank.values())).tensor.size // rows
@@ -116,15 +129,17 @@ def _feed_rows(reader, by_rank, tp, rows_of_source, stored_digests, whole) -> No
             end = min(begin + step, rows)
             if rank in by_rank:
                 chunk = read_rows(reader, by_rank[rank], begin, end)
-                stored_digests[rank].update(chunk)
+                stored_digests[rank].update(chunk.data)
             elif rows_of_source is not None:
                 chunk = rows_of_source(rank * rows + begin, rank * rows + end)
             else:
                 continue
-            whole.update(chunk)
+            whole.update(chunk.data)
 
 
-def _feed_columns(reader, by_rank, tp, rows_of_source, stored_digests, whole) -> None:  # type: ignore[no-untyped-def]
+def _feed_columns(
+    reader: PieceReader, by_rank: Held, tp: int, rows_of_source: Rows | None, stored_digests: Hashers, whole: xxhash.xxh3_128
+) -> None:
     """Slices lie side by side."""
     sample = next(iter(by_rank.values())).tensor
     rows, width = sample.shape[0], sample.size // sample.shape[0]
@@ -136,6 +151,6 @@ def _feed_columns(reader, by_rank, tp, rows_of_source, stored_digests, whole) ->
             joined[:] = rows_of_source(begin, end)
         for rank, item in by_rank.items():
             part = read_rows(reader, item, begin, end)
-            stored_digests[rank].update(np.ascontiguousarray(part))
+            stored_digests[rank].update(part.data)
             joined[:, rank * width : (rank + 1) * width] = part
-        whole.update(joined)
+        whole.update(joined.data)

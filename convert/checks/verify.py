@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from convert.checkpoint.header import TensorEntry
 from convert.checkpoint.identity import identify, identity_from_json
 from convert.checkpoint.source import Source, open_source
 from convert.checks.derived import check_manifest
@@ -27,7 +28,7 @@ from convert.layout.moe import LAYOUTS
 from convert.layout.protocol import ExpertShape
 from convert.reads import PieceReader
 from convert.shards.format import is_filler
-from convert.shards.manifest import Manifest, Shard, UnitInfo, read_manifest
+from convert.shards.manifest import Manifest, Origin, Shard, UnitInfo, read_manifest
 
 Progress = Callable[[int, int], None]
 
@@ -95,7 +96,7 @@ class _Data:
             yield from self._plain_tasks(unit, shards)
             yield from self._expert_tasks(unit, shards)
             for shard in shards:
-                yield lambda shard=shard, layer=unit.layer: self._check_fillers(shard, layer)  # type: ignore[misc]
+                yield partial(self._check_fillers, shard, unit.layer)
 
     def _plain_tasks(self, unit: UnitInfo, shards: list[Shard]) -> Iterator[Callable[[], None]]:
         for origin in unit.tensors:
@@ -105,10 +106,12 @@ class _Data:
             if len(held) != len(shards):
                 self._report.add(Finding("manifest.json", f"{origin.tensor} is not in all shards of {unit.name}", unit.layer))
                 continue
-            rows = None if self._source is None else lambda begin, end, name=origin.sources[0]: self._rows(name, begin, end)
-            yield lambda origin=origin, held=held, rows=rows, layer=unit.layer: check_plain(  # type: ignore[misc]
-                self._reader, origin, layer, held, self._manifest.tp, self._expected(origin.sources[0]), rows, self._kept.holders, self._report
-            )
+            yield partial(self._check_plain, origin, held, unit.layer)
+
+    def _check_plain(self, origin: Origin, held: list[Stored], layer: int | None) -> None:
+        name = origin.sources[0]
+        rows = None if self._source is None else partial(self._rows, name)
+        check_plain(self._reader, origin, layer, held, self._manifest.tp, self._expected(name), rows, self._kept.holders, self._report)
 
     def _expert_tasks(self, unit: UnitInfo, shards: list[Shard]) -> Iterator[Callable[[], None]]:
         stacked = [origin.tensor for origin in unit.tensors if origin.rule == "experts"]
@@ -169,7 +172,7 @@ class _Data:
             hasher.update(self._rows(name, begin, min(begin + step, rows)).data)
         return hasher.digest()
 
-    def _source_entry(self, name: str):  # type: ignore[no-untyped-def]
+    def _source_entry(self, name: str) -> TensorEntry:
         assert self._source is not None
         return self._source.tensors[name].entry
 
