@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import warnings
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from convert.errors import UsageError
 from convert.kernels.fused_moe import Matrix, contiguous_expert_map
-from convert.shards.reader import Shards, open_shards
+from convert.shards.reader import open_shards
 
 
 @dataclass(frozen=True)
@@ -46,8 +44,10 @@ def load_layer(out: str | os.PathLike[str], layer: int, rank: int, device: str) 
         raise UsageError(f"{out} has no routed experts of layer {layer}; its layers are {present}")
     prefix = names[0].removesuffix("w13_weight_packed")
 
+    tensors = shards.to(device, [f"layer-{layer:03d}"])
+
     def matrix(name: str) -> Matrix:
-        return Matrix(_tensor(shards, f"{prefix}{name}_weight_packed", device), _tensor(shards, f"{prefix}{name}_weight_scale", device))
+        return Matrix(tensors[f"{prefix}{name}_weight_packed"], tensors[f"{prefix}{name}_weight_scale"])
 
     w13, w2, manifest = matrix("w13"), matrix("w2"), shards.manifest
     experts, local = int(manifest.model["n_routed_experts"]), w13.words.shape[0]
@@ -57,12 +57,3 @@ def load_layer(out: str | os.PathLike[str], layer: int, rank: int, device: str) 
         stop=start + local, top_k=min(int(manifest.model["num_experts_per_tok"]), experts), group_size=manifest.group_size,
         expert_map=None if local == experts else contiguous_expert_map(experts, start, start + local, device),
     )  # fmt: skip
-
-
-def _tensor(shards: Shards, name: str, device: str) -> Tensor:
-    array = shards[name]
-    with warnings.catch_warnings():  # the mapping is read-only, and nothing writes to it
-        warnings.simplefilter("ignore", UserWarning)
-        tensor = torch.from_numpy(array.view("int16") if shards.dtype(name) == "BF16" else array)
-    tensor = tensor.to(device)
-    return tensor.view(torch.bfloat16) if shards.dtype(name) == "BF16" else tensor

@@ -58,15 +58,21 @@ def load_rank(
     out: str | os.PathLike[str], rank: int, *, device: str = "cuda", units: Sequence[str] | None = None, path: str = "ring",
     threads: int | None = None,
 ) -> LoadedRank:  # fmt: skip
+    """Open a rank and bring it to a device; see `load_shards`."""
+    return load_shards(open_shards(out, rank), device=device, units=units, path=path, threads=threads)
+
+
+def load_shards(
+    shards: Shards, *, device: str = "cuda", units: Sequence[str] | None = None, path: str = "ring", threads: int | None = None
+) -> LoadedRank:
     """Bring a rank (or some units of it, such as `layer-001`) to a device.
 
     `path` is one of PATHS; `ring` is the fastest measured (H200, from the page cache) and works everywhere. Raises OutputError for damaged files,
     UsageError for an unknown rank, unit or path, MachineError where CUDA fails.
     """
-    shards = open_shards(out, rank)
     chosen = [shard for shard in shards.shards() if units is None or shard.unit in units]
     if units is not None and len(chosen) != len(set(units)):
-        raise UsageError(f"{out} has no {sorted(set(units) - {shard.unit for shard in chosen})[0]} on rank {rank}")
+        raise UsageError(f"{shards.out} has no {sorted(set(units) - {shard.unit for shard in chosen})[0]} on rank {shards.rank}")
     if path not in PATHS:
         raise UsageError(f"path {path}: choose one of {', '.join(PATHS)}")
     threads = threads or min(os.cpu_count() or 1, 16)

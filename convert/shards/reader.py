@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +17,9 @@ from convert.checkpoint.header import parse_header
 from convert.errors import OutputError, UsageError
 from convert.shards.format import is_filler
 from convert.shards.manifest import FusedTensor, Manifest, Shard, StoredTensor, read_manifest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Array = npt.NDArray[np.generic]
 
@@ -51,6 +56,32 @@ class Shards:
             return self._array(shard, view.dtype, view.shape, view.offset)
         shard, tensor = self._where[name]
         return self._array(shard, tensor.dtype, tensor.shape, tensor.offset)
+
+    def layer(self, layer: int) -> dict[str, Array]:
+        """All tensors and fused views of a layer."""
+        unit = f"layer-{layer:03d}"
+        return {name: self[name] for name in [*self.names(unit), *(name for name, (shard, _) in self._fused.items() if shard.unit == unit)]}
+
+    def expert(self, name: str, expert: int) -> Array:
+        """One routed expert of a stacked tensor, by its number in the model. Raises UsageError for one that this rank does not own."""
+        stacked, manifest = self[name], self.manifest
+        first = (self.rank or 0) // (manifest.tp // manifest.ep) * stacked.shape[0]
+        if not first <= expert < first + stacked.shape[0]:
+            raise UsageError(f"rank {self.rank} owns the experts {first} to {first + stacked.shape[0] - 1}, not {expert}")
+        one: Array = stacked[expert - first]
+        return one
+
+    def tensors(self, units: Sequence[str] | None = None) -> dict[str, Tensor]:
+        """Torch tensors over the mapping, nothing copied, fused views included; read-only. Needs torch."""
+        from convert.shards.device import host_tensors
+
+        return host_tensors(self, units)
+
+    def to(self, device: str, units: Sequence[str] | None = None, path: str = "ring") -> dict[str, Tensor]:
+        """The rank (or some units of it) on a device, in large copies; see `convert.shards.device.load_rank`. Needs torch."""
+        from convert.shards.device import load_shards
+
+        return load_shards(self, device=device, units=units, path=path).tensors
 
     def dtype(self, name: str) -> str:
         """The safetensors dtype of a tensor."""

@@ -65,3 +65,20 @@ def test_exchanged_layers_are_refused(converted: Path) -> None:
             first.rename(spare)
             second.rename(first)
             spare.rename(second)
+
+
+def test_layer_and_expert_views(converted: Path) -> None:
+    from convert.errors import UsageError
+
+    shards = open_shards(converted, 1)
+    prefix = "language_model.model.layers.1."
+    layer = shards.layer(1)
+    assert set(layer) == set(shards.names("layer-001")) | {name for name in shards.fused_names() if name.startswith(prefix)}
+    words = shards[prefix + "mlp.experts.w13_weight_packed"]
+    assert np.array_equal(shards.expert(prefix + "mlp.experts.w13_weight_packed", 5), words[5])
+    with pytest.raises(UsageError, match="owns the experts 0 to 15, not 16"):
+        shards.expert(prefix + "mlp.experts.w13_weight_packed", 16)
+    tensors = shards.to("cpu", ["layer-001"])
+    assert sorted(tensors) == sorted(layer)
+    assert tensors[prefix + "mlp.experts.w2_weight_scale"].dtype == torch.bfloat16
+    assert set(shards.tensors(["top"])) == set(shards.names("top"))

@@ -1,0 +1,70 @@
+"""The benches of conversion and layout run and report by schema; what they measure is for whoever runs them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_small
+from jsonschema import Draft202012Validator
+
+from convert.bench.conversion import VARIANTS, bench_conversion
+from convert.bench.layout import SHAPES, bench_layout
+from convert.bench.synthetic import config, make_layers
+from convert.checkpoint.source import open_source
+from convert.errors import MachineError
+from convert.planning.output import Options, plan_output
+
+SCHEMAS = Path(__file__).parents[2] / "convert" / "schemas"
+
+
+def valid(name: str, document: Any) -> None:
+    """Raise where a document is not as its schema says."""
+    Draft202012Validator(json.loads((SCHEMAS / f"{name}.schema.json").read_text())).validate(json.loads(json.dumps(document)))
+
+
+def test_convert_against_cp(tmp_path: Path) -> None:
+    make_small(tmp_path / "source", layers=2, experts=4)
+    said: list[str] = []
+    report = bench_conversion(
+        tmp_path, layers=1, experts=1, rounds=2, tp=2, ep=1, threads=2, memory="256MiB", variants=[v.name for v in VARIANTS],
+        source=tmp_path / "source", say=said.append,
+    )  # fmt: skip
+    valid("bench-convert", report)
+    assert [variant["name"] for variant in report["variants"]] == ["cp", *(variant.name for variant in VARIANTS)]
+    assert report["bytes"] == sum(path.stat().st_size for path in (tmp_path / "source").iterdir())
+    assert all(len(variant["seconds"]) == 2 for variant in report["variants"])
+    for variant in report["variants"][1:]:
+        assert (variant["stages"]["check"]["bytes"] > 0) == ("exact" in variant["name"])
+        assert variant["peak_anonymous"] > 10 << 20
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_a_conversion_that_fails_is_no_measurement(tmp_path: Path) -> None:
+    make_small(tmp_path / "source", layers=2, experts=4)
+    with pytest.raises(MachineError, match=r"exit code 2: error: --tp 3 .* is not divisible by moe_tp = 3"):
+        bench_conversion(
+            tmp_path, layers=1, experts=1, rounds=1, tp=3, ep=1, threads=1, memory=None, variants=["none"], source=tmp_path / "source",
+            say=lambda text: None,
+        )  # fmt: skip
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_layout() -> None:
+    report = bench_layout(1)
+    valid("bench-layout", report)
+    assert {row["shape"] for row in report["rows"]} == set(SHAPES)
+    assert len(report["rows"]) == 2 * 4 * 7
+
+
+def test_the_checkpoint_of_the_bench_is_one(tmp_path: Path) -> None:
+    """Full K2.6 widths, and nothing that the converter would not take."""
+    size = make_layers(tmp_path / "source", 1, 8)
+    source = open_source(str(tmp_path / "source"))
+    assert source.payload_bytes == size
+    assert (source.model.hidden, source.model.moe_intermediate, source.model.experts) == (7168, 2048, 8)
+    plan = plan_output(source, Options(8))
+    assert plan.shape.local == 256
+    assert config(1, 8)["vocab_size"] == 1024
