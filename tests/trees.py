@@ -104,8 +104,7 @@ def slices_of(checkpoint: Checkpoint, layer: int, rank: int, tp: int, ep: int) -
 def read_experts(shard: RawShard, prefix: str, group: int) -> list[RankExpert]:
     """What a GPU reads in a shard, expert by expert."""
     stacked = {
-        name: shard.array(f"{prefix}.mlp.experts.{name}")
-        for name in ("w13_weight_packed", "w13_weight_scale", "w2_weight_packed", "w2_weight_scale")
+        name: shard.array(f"{prefix}.mlp.experts.{name}") for name in ("w13_weight_packed", "w13_weight_scale", "w2_weight_packed", "w2_weight_scale")
     }
     read = []
     for i in range(len(stacked["w13_weight_packed"])):

@@ -117,9 +117,7 @@ def _finding(item: Stored, origin: Origin, layer: int | None, what: str) -> Find
     return Finding(item.shard.path, f"{origin.tensor}: {what}", layer, rank=item.shard.rank)
 
 
-def _feed_rows(
-    reader: PieceReader, by_rank: Held, tp: int, rows_of_source: Rows | None, stored_digests: Hashers, whole: xxhash.xxh3_128
-) -> None:
+def _feed_rows(reader: PieceReader, by_rank: Held, tp: int, rows_of_source: Rows | None, stored_digests: Hashers, whole: xxhash.xxh3_128) -> None:
     """Slices lie one after the other."""
     rows = next(iter(by_rank.values())).tensor.shape[0]
     width = next(iter(by_rank.values())).tensor.size // rows
@@ -137,9 +135,7 @@ def _feed_rows(
             whole.update(chunk.data)
 
 
-def _feed_columns(
-    reader: PieceReader, by_rank: Held, tp: int, rows_of_source: Rows | None, stored_digests: Hashers, whole: xxhash.xxh3_128
-) -> None:
+def _feed_columns(reader: PieceReader, by_rank: Held, tp: int, rows_of_source: Rows | None, stored_digests: Hashers, whole: xxhash.xxh3_128) -> None:
     """Slices lie side by side."""
     sample = next(iter(by_rank.values())).tensor
     rows, width = sample.shape[0], sample.size // sample.shape[0]

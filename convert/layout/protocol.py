@@ -60,8 +60,8 @@ class Slice:
 class Moves(Protocol):
     """A batch of slices on its way into the stacked tensors."""
 
-    def pack(self) -> None:
-        """Fill the stacked side."""
+    def pack(self, check: bool = False) -> tuple[int, str] | None:
+        """Fill the stacked side. With `check`, invert and compare with the source too; returns what `mismatch` would."""
 
     def mismatch(self) -> tuple[int, str] | None:
         """The first slice whose inverse is not its source, and where it differs; None where there is none."""

@@ -141,16 +141,11 @@ def scale_words_differ(source: Flat64, s_base: int, s_stride: int, size_n: int, 
 
 
 @jit
-def pack_scale_table(source: Flat64, marlin: Flat64, table: Table) -> None:
-    """`pack_scale_words` for each row (s_base, s_stride, size_n, quads, m_base, m_stride) of a table."""
+def pack_scale_table(source: Flat64, marlin: Flat64, table: Table, check: bool) -> int:
+    """`pack_scale_words` for each row (s_base, s_stride, size_n, quads, m_base, m_stride, ...) of a table; else as `words.pack_table`."""
+    wrong = -1
     for i in range(table.shape[0]):
         pack_scale_words(source, table[i, 0], table[i, 1], table[i, 2], table[i, 3], marlin, table[i, 4], table[i, 5])
-
-
-@jit
-def first_wrong_scale_slice(source: Flat64, marlin: Flat64, table: Table) -> int:
-    """The first row of a table whose slice does not invert to its source, or -1."""
-    for i in range(table.shape[0]):
-        if scale_words_differ(source, table[i, 0], table[i, 1], table[i, 2], table[i, 3], marlin, table[i, 4], table[i, 5]):
-            return i
-    return -1
+        if check and scale_words_differ(source, table[i, 0], table[i, 1], table[i, 2], table[i, 3], marlin, table[i, 4], table[i, 5]):
+            wrong = i if wrong < 0 else wrong
+    return wrong

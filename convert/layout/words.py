@@ -85,13 +85,18 @@ def _block_to_words(source: Any, base: int, stride: int, run: int, words: Any) -
 
 
 @inline
-def _words_to_block(words: Any, run: int, rows: Any) -> None:
-    """Inverse of `_block_to_words`: words[i, k] -> rows[n, k], 64 rows."""
+def _words_to_block(words: Any, run: int, source: Any, base: int, stride: int) -> None:
+    """Inverse of `_block_to_words`: words[i, k] -> 64 source rows by `run` k-tiles at source[base]."""
     for col in range(8):
         for half in range(2):
-            n, i = 32 * half + col, 8 * col + half
+            row = base + (32 * half + col) * stride
+            n0 = source[row : row + run]
+            n8 = source[row + 8 * stride : row + 8 * stride + run]
+            n16 = source[row + 16 * stride : row + 16 * stride + run]
+            n24 = source[row + 24 * stride : row + 24 * stride + run]
+            i = 8 * col + half
             for k in range(run):
-                rows[n, k], rows[n + 8, k], rows[n + 16, k], rows[n + 24, k] = _unmix(words[i, k], words[i + 2, k], words[i + 4, k], words[i + 6, k])
+                n0[k], n8[k], n16[k], n24[k] = _unmix(words[i, k], words[i + 2, k], words[i + 4, k], words[i + 6, k])
 
 
 @inline
@@ -125,24 +130,11 @@ def pack_words(source: Flat, s_base: int, s_stride: int, size_n: int, k_tiles: i
 def unpack_words(marlin: Flat, m_base: int, m_stride: int, size_n: int, k_tiles: int, source: Flat, s_base: int, s_stride: int) -> None:
     """Inverse of `pack_words`."""
     words = np.empty((64, RUN + 2), np.uint64)
-    rows = np.empty((64, RUN + 2), np.uint64)
     for block in range(0, size_n, 64):
         for first in range(0, k_tiles, RUN):
             run = min(RUN, k_tiles - first)
             _load_words(marlin, m_base + first * m_stride + block, m_stride, run, words)
-            _words_to_block(words, run, rows)
-            for n in range(64):
-                at = s_base + (block + n) * s_stride + first
-                row = source[at : at + run]
-                for k in range(run):
-                    row[k] = rows[n, k]
-
-
-@jit
-def pack_table(source: Flat, marlin: Flat, table: Table) -> None:
-    """`pack_words` for each row (s_base, s_stride, size_n, k_tiles, m_base, m_stride) of an int64 table: one call for many slices."""
-    for i in range(table.shape[0]):
-        pack_words(source, table[i, 0], table[i, 1], table[i, 2], table[i, 3], marlin, table[i, 4], table[i, 5])
+            _words_to_block(words, run, source, s_base + block * s_stride + first, s_stride)
 
 
 @inline
@@ -167,25 +159,31 @@ def _block_differs(words: Any, source: Any, base: int, stride: int, run: int) ->
 def first_wrong_word(marlin: Flat, m_base: int, m_stride: int, size_n: int, k_tiles: int, source: Flat, s_base: int, s_stride: int) -> int:
     """Unpack and compare with `source`: -1 where all agree, else n * k_tiles + kt of a row word that differs."""
     words = np.empty((64, RUN + 2), np.uint64)
-    rows = np.empty((64, RUN + 2), np.uint64)
     for block in range(0, size_n, 64):
         for first in range(0, k_tiles, RUN):
             run = min(RUN, k_tiles - first)
             base = s_base + block * s_stride + first
             _load_words(marlin, m_base + first * m_stride + block, m_stride, run, words)
             if _block_differs(words, source, base, s_stride, run) != np.uint64(0):
-                _words_to_block(words, run, rows)
+                rows = np.empty(64 * run, np.uint64)
+                _words_to_block(words, run, rows, 0, run)
                 for n in range(64):
                     for k in range(run):
-                        if source[base + n * s_stride + k] != rows[n, k]:
+                        if source[base + n * s_stride + k] != rows[n * run + k]:
                             return (block + n) * k_tiles + first + k
     return -1
 
 
 @jit
-def first_wrong_slice(source: Flat, marlin: Flat, table: Table) -> int:
-    """The first row of a table (see `pack_table`) whose slice does not invert to its source, or -1."""
+def pack_table(source: Flat, marlin: Flat, table: Table, check: bool) -> int:
+    """`pack_words` for each row (s_base, s_stride, size_n, k_tiles, m_base, m_stride, ...) of an int64 table: one call for many slices.
+
+    With `check`, each row of the table is unpacked and compared with its source right after, while all of it is in the cache. Returns the first row
+    that differs, or -1.
+    """
+    wrong = -1
     for i in range(table.shape[0]):
-        if first_wrong_word(marlin, table[i, 4], table[i, 5], table[i, 2], table[i, 3], source, table[i, 0], table[i, 1]) >= 0:
-            return i
-    return -1
+        pack_words(source, table[i, 0], table[i, 1], table[i, 2], table[i, 3], marlin, table[i, 4], table[i, 5])
+        if check and first_wrong_word(marlin, table[i, 4], table[i, 5], table[i, 2], table[i, 3], source, table[i, 0], table[i, 1]) >= 0:
+            wrong = i if wrong < 0 else wrong
+    return wrong

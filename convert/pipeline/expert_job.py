@@ -58,10 +58,8 @@ class ExpertJob:
             with tools.stages.time("repack", size):
                 slices = self._slices(buffer, outputs)
                 moves = self.work.plan.layout.moves(self.work.plan.shape, [each for _, _, each in slices])
-                moves.pack()
-            if tools.check:
-                with tools.stages.time("check", size):
-                    self._refuse_mismatch(moves.mismatch(), slices)
+                wrong = moves.pack(tools.check)
+            self._refuse_mismatch(wrong, slices)
             with tools.stages.time("hash", size + sum(data.nbytes for _, data in outputs.values())):
                 self._hash(buffer, outputs)
             with tools.stages.time("write", sum(data.nbytes for _, data in outputs.values())):
@@ -126,10 +124,11 @@ class ExpertJob:
             raise SourceError(f"{name} in {file} says {list(found)}, but weight_packed has the shape of {list(expected)}")
 
     def _write(self, outputs: Outputs) -> None:
-        work, items = self.work, list(outputs.items())
-        # a file takes one writer at a time: jobs side by side begin with different ranks
-        turn = self.first // self.count % len(self.ranks) * len(work.unit.stacked)
-        for (rank, name), (_, data) in items[turn:] + items[:turn]:
+        work, left = self.work, dict(outputs)
+        while left:
+            # most file systems let one thread at a time write to a file: whichever is free comes next
+            rank, name = min(left, key=lambda place: work.files[place[0]].writers)
+            _, data = left.pop((rank, name))
             first = self.first - work.plan.topology.expert_range(rank, work.plan.experts).start
             work.files[rank].write(data, work.unit.offset(name) + first * (data.size // self.count))
 

@@ -12,7 +12,8 @@ from convert.buffers import BufferPool
 from convert.checkpoint.staging import Supply
 from convert.reads import PieceReader
 
-STAGES = ("read", "repack", "check", "hash", "write")
+#: `repack` includes the exact check, where it is on: what was made is inverted and compared piece by piece, while it is in the cache
+STAGES = ("read", "repack", "hash", "write")
 
 
 @dataclass

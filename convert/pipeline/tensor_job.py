@@ -113,10 +113,8 @@ class TensorJob:
         part = space[: rows * width].reshape(rows, width)
         with tools.stages.time("repack", part.nbytes):
             np.copyto(part, chunk[:, column : column + width])
-        if tools.check:
-            with tools.stages.time("check", part.nbytes):
-                if not np.array_equal(part, chunk[:, column : column + width]):
-                    raise ConvertError(f"{tensor.name}, rank {rank}: a copied slice differs from the source; faulty memory is likely")
+            if tools.check and not np.array_equal(part, chunk[:, column : column + width]):
+                raise ConvertError(f"{tensor.name}, rank {rank}: a copied slice differs from the source; faulty memory is likely")
         with tools.stages.time("write", part.nbytes * len(ranks)):
             for each in ranks:
                 self.work.files[each].write(part, self.work.unit.offset(tensor.name) + row * width)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,15 @@ PARTIAL = ".partial"
 
 @dataclass
 class ShardFile:
-    """One output file while it is written."""
+    """One output file while it is written; `writers` is how many threads are writing to it."""
 
     path: Path
     size: int
     direct_io: bool
     plain: int = -1
     direct: int | None = None
+    writers: int = 0
+    lock: Lock = field(default_factory=Lock)
 
     @property
     def partial(self) -> Path:
@@ -47,19 +50,28 @@ class ShardFile:
         """Write a contiguous array at `offset`. Whole pages go past the page cache; nobody else ever touches those pages."""
         view = data.reshape(-1).view(np.uint8).data
         aligned = offset % PAGE == 0 and len(view) % PAGE == 0 and data.ctypes.data % PAGE == 0
+        self._count(1)
         try:
-            if aligned and self.direct is not None:
-                try:
-                    write_all(self.direct, view, offset)
-                    return
-                except OSError as error:
-                    if error.errno != errno.EINVAL:
-                        raise
-                    os.close(self.direct)  # opened but not usable here: from now on the ordinary way
-                    self.direct = None
-            write_all(self.plain, view, offset)
+            self._write(view, offset, aligned)
         except OSError as error:
             raise machine_error(f"writing {self.partial}", error) from error
+        finally:
+            self._count(-1)
+
+    def _write(self, view: memoryview, offset: int, aligned: bool) -> None:
+        if aligned and self.direct_io and self.direct is not None:
+            try:
+                write_all(self.direct, view, offset)
+                return
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self.direct_io = False  # opened but not usable here: from now on the ordinary way; others may be using the descriptor
+        write_all(self.plain, view, offset)
+
+    def _count(self, change: int) -> None:
+        with self.lock:
+            self.writers += change
 
     def finish(self) -> None:
         """Make the content durable and give the file its name. A failure here condemns the file: a second fsync may lie."""

@@ -37,7 +37,7 @@ def test_convert_against_cp(tmp_path: Path) -> None:
     assert report["bytes"] == sum(path.stat().st_size for path in (tmp_path / "source").iterdir())
     assert all(len(variant["seconds"]) == 2 for variant in report["variants"])
     for variant in report["variants"][1:]:
-        assert (variant["stages"]["check"]["bytes"] > 0) == ("exact" in variant["name"])
+        assert all(work["bytes"] > 0 for work in variant["stages"].values())
         assert variant["peak_anonymous"] > 10 << 20
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 

@@ -212,11 +212,7 @@ def test_files_hold_what_is_expected(small: Checkpoint) -> None:
 
 
 def test_no_two_tensors_are_alike(small: Checkpoint) -> None:
-    digests = [
-        hashlib.sha256(value.tobytes()).digest()
-        for name, value in read_all(small).items()
-        if not name.endswith("weight_shape")
-    ]
+    digests = [hashlib.sha256(value.tobytes()).digest() for name, value in read_all(small).items() if not name.endswith("weight_shape")]
     assert len(set(digests)) == len(digests)
 
 

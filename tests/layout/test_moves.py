@@ -68,13 +68,14 @@ def part(projection: str, array: NDArray[Any]) -> NDArray[Any]:
 SHAPES = [ExpertShape(*sizes) for sizes in ((256, 512, 32, 4), (256, 512, 32, 2), (256, 512, 64, 8), (256, 256, 32, 8), (128, 96, 32, 1))]
 
 
+@pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_batch_is_each_slice_alone(shape: ExpertShape, shift: int, apart: bool) -> None:
+def test_a_batch_is_each_slice_alone(shape: ExpertShape, shift: int, apart: bool, check: bool) -> None:
     slices = batch(shape, shift=shift, apart=apart)
     moves = LAYOUT.moves(shape, slices)
-    moves.pack()
+    assert moves.pack(check) is None
     for each in slices:
         w, s = alone(shape, each)
         for made, expected in ((each.words.array(), w), (each.scales.array(), s)):
@@ -120,14 +121,75 @@ def test_which_go_in_one_call(
     called = []
     for module, name in ((words, "pack_table"), (scales, "pack_scale_table")):
         function = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *args, name=name, function=function: (called.append(name), function(*args)))
+        monkeypatch.setattr(module, name, lambda *args, name=name, function=function: called.append(name) or function(*args))
     LAYOUT.moves(shape, batch(shape, **options)).pack()
     assert called == ["pack_table"] * word_table + ["pack_scale_table"] * scale_table
 
 
+def uncompiled(function: Any) -> Any:
+    """The Python source of a compiled function, or the function itself where numba is told not to compile."""
+    return getattr(function, "py_func", function)
+
+
+@pytest.mark.parametrize(("module", "name", "what"), [(words, "pack_words", "weight_packed"), (scales, "pack_scale_words", "weight_scale")])
+@pytest.mark.parametrize("transient", [False, True])
+def test_a_wrong_slice_is_named_while_packing(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, what: str, transient: bool) -> None:
+    """A compiled table cannot be made to err, so the same source runs uncompiled with a function that does, in the third slice."""
+    shape = SHAPES[0]
+    slices = batch(shape)
+    pack, wrong = uncompiled(getattr(module, name)), slices[2]
+    place = wrong.words if module is words else wrong.scales.in_words()
+    calls = []
+
+    def errs(source: Any, s_base: int, s_stride: int, size_n: int, cols: int, target: Any, m_base: int, m_stride: int) -> None:
+        pack(source, s_base, s_stride, size_n, cols, target, m_base, m_stride)
+        if m_base == place.base + (place.cols // 2 if wrong.projection == "up_proj" else 0):
+            target[m_base] ^= np.uint64(1)
+            calls.append(m_base)
+
+    def looks_again(source: Any, target: Any, table: Any, check: bool) -> int:
+        at = table_function(source, target, table, check)
+        if transient and at >= 0:
+            target[table[at, 4]] ^= np.uint64(1)
+        return int(at)
+
+    table_name = {"pack_words": "pack_table", "pack_scale_words": "pack_scale_table"}[name]
+    table_function = uncompiled(getattr(module, table_name))
+    monkeypatch.setattr(module, name, errs)
+    monkeypatch.setattr(module, table_name, looks_again)
+    found = LAYOUT.moves(shape, slices).pack(check=True)
+    assert calls
+    assert found is not None
+    assert found[0] == 2
+    assert found[1].startswith(f"{what} differs at row 0 of" if not transient else "it differed when it was made")
+    calls.clear()
+    assert LAYOUT.moves(shape, slices).pack(check=False) is None
+    assert calls
+
+
+def test_parts_of_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices cut into the smallest parts come out the same, and the parts go through the source in order."""
+    shape, tables = SHAPES[0], []
+    whole, parts = batch(shape), batch(shape)
+    LAYOUT.moves(shape, whole).pack()
+    monkeypatch.setattr("convert.layout.moves.SPAN", 1)
+    for module, name in ((words, "pack_table"), (scales, "pack_scale_table")):
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, function=function: tables.append(args[2]) or function(*args))
+    assert LAYOUT.moves(shape, parts).pack(check=True) is None
+    for one, other in zip(whole, parts, strict=True):
+        np.testing.assert_array_equal(one.words.array(), other.words.array())
+        np.testing.assert_array_equal(one.scales.array(), other.scales.array())
+    assert [len(table) for table in tables] == [
+        sum(each.packed.rows // 64 // (1 if each.projection == "down_proj" else shape.moe_tp) for each in parts)
+    ] * 2
+    assert all((table[:, 2] == 64).all() and (np.diff(table[:, 0]) >= 0).all() for table in tables)
+
+
 def test_nothing_to_move() -> None:
     moves = LAYOUT.moves(SHAPES[0], [])
-    moves.pack()
+    assert moves.pack() is None
+    assert moves.pack(check=True) is None
     assert moves.mismatch() is None
 
 

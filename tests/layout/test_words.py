@@ -80,9 +80,7 @@ class Placed:
     gaps=st.tuples(st.integers(0, 5), st.integers(0, 5)), shifts=st.tuples(st.integers(0, 15), st.integers(0, 15)),
 )  # fmt: skip
 @example(n=1, k=1, seed=0, starts=(1, 0), gaps=(3, 1), shifts=(3, 5))
-def test_from_and_to_any_place_in_memory(
-    n: int, k: int, seed: int, starts: tuple[int, int], gaps: tuple[int, int], shifts: tuple[int, int]
-) -> None:
+def test_from_and_to_any_place_in_memory(n: int, k: int, seed: int, starts: tuple[int, int], gaps: tuple[int, int], shifts: tuple[int, int]) -> None:
     packed = random_words((64 * n, 2 * k), seed)
     expected = marlin.pack_weight(packed)
     source, target = (Placed(*shape, *at) for shape, at in zip(((64 * n, k), (k, 64 * n)), zip(starts, gaps, shifts, strict=True), strict=True))

@@ -34,7 +34,9 @@ MOE = (
 )
 PLAN = ("planning/test_output_plan.py", "planning/test_plan_refusals.py")
 SHARDS = ("shards/test_file_format.py::test_every_promise", "shards/test_file_format.py::test_order", "shards/test_file_format.py::test_fused_views")
-BATCH = ("layout/test_moves.py::test_a_batch_is_each_slice_alone[shape0-0-False]",)
+BATCH = ("layout/test_moves.py::test_a_batch_is_each_slice_alone[shape0-0-False-False]",)
+PARTS = ("layout/test_moves.py::test_parts_of_slices",)
+WRONG = ("layout/test_moves.py::test_a_wrong_slice_is_named_while_packing",)
 WHOLE = ("mutants/one_conversion.py",)
 
 
@@ -64,6 +66,11 @@ MUTANTS = (
            ("layout/test_golden_layout.py::test_moe_layer",)),
     Mutant("every slice of a batch from the first source", "layout/words.py", "pack_words(source, table[i, 0],",
            "pack_words(source, table[0, 0],", BATCH),
+    Mutant("parts of a slice all to its first columns", "layout/moves.py", "table[:, 4] += first * table[:, 7] // table[:, 2]", "pass", PARTS),
+    Mutant("parts of a slice all from its first rows", "layout/moves.py", "table[:, 0] += first * table[:, 1]", "pass", PARTS),
+    Mutant("a part that differs is forgotten", "layout/words.py", "wrong = i if wrong < 0 else wrong", "wrong = -1", WRONG),
+    Mutant("a scale part that differs is forgotten", "layout/scales.py", "wrong = i if wrong < 0 else wrong", "wrong = -1", WRONG),
+    Mutant("nothing is checked while packing", "layout/words.py", "if check and first_wrong_word(", "if not check and first_wrong_word(", WRONG),
     # scales
     Mutant("i and j exchanged in the grouped order", "layout/scales.py", "[i + 8 * j for i in range(8) for j in range(8)]",
            "[8 * i + j for i in range(8) for j in range(8)]", GOLDEN),

@@ -80,9 +80,7 @@ def test_killed(
     assert_continues(forks, tiny, out, undisturbed)
 
 
-def test_killed_again_and_again(
-    forks: Forks, counts: dict[str, int], tiny: Checkpoint, tmp_path: Path, undisturbed: dict[str, bytes]
-) -> None:
+def test_killed_again_and_again(forks: Forks, counts: dict[str, int], tiny: Checkpoint, tmp_path: Path, undisturbed: dict[str, bytes]) -> None:
     """Each time a little further, until it is done; what comes after the units cannot be cut in pieces, so the last run needs the most."""
     out, runs = tmp_path / "out", 0
     while True:

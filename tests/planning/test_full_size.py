@@ -67,7 +67,6 @@ def test_bytes_of_a_rank(full_plan: PlanOf, tp: int, ep: int) -> None:
     assert full_plan(tp, ep).rank_bytes() == cut // tp + REPLICATED + padding_bytes(tp, ep)
 
 
-
 def test_expert_bytes_of_a_rank_and_layer(full_plan: PlanOf) -> None:
     for tp, ep in ((8, 8), (8, 1), (8, 2)):
         unit = next(unit for unit in full_plan(tp, ep).units if unit.name == "layer-001")
