@@ -9,9 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from threading import local
 
 import torch
 from torch import Tensor
@@ -23,8 +21,7 @@ from convert.layout.scales import GROUPED
 from convert.planning.rules import expert_tensors
 from convert.planning.topology import Topology
 from convert.reads import Piece, Run, plan_reads
-
-BUFFER = 16 << 20
+from convert.shards.ring import PinnedRing, parts_of
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ def engine_load(source: Source, layers: Sequence[int], rank: int, topology: Topo
     shape = ExpertShape(source.model.hidden, source.model.moe_intermediate, source.model.quantization.group_size, topology.moe_tp)
     owned = topology.expert_range(rank, source.model.experts)
     begin = time.perf_counter()
-    pinned = torch.empty(2 * threads * BUFFER, dtype=torch.uint8, pin_memory=True)
+    ring = PinnedRing(threads)
     seconds = {"pin": time.perf_counter() - begin, "read and copy": 0.0, "repack": 0.0}
     total = 0
     for layer in layers:
@@ -50,8 +47,7 @@ def engine_load(source: Source, layers: Sequence[int], rank: int, topology: Topo
         pieces = _pieces(source, names, whole=topology.ep == 1)
         plan = plan_reads(pieces)
         device = torch.empty(plan.size, dtype=torch.uint8, device="cuda")
-        _read_and_copy(source, plan.runs, device, pinned, threads)
-        torch.cuda.synchronize()
+        _read_and_copy(source, plan.runs, device, ring)
         seconds["read and copy"] += time.perf_counter() - begin
         begin = time.perf_counter()
         places = _places(source, names, pieces, plan.places)
@@ -79,32 +75,13 @@ def _places(source: Source, names: Sequence[str], pieces: Sequence[Piece], place
     return {name: starts[source.tensors[name].file] + source.tensors[name].entry.offset for name in names}
 
 
-def _read_and_copy(source: Source, runs: Sequence[Run], device: Tensor, pinned: Tensor, threads: int) -> None:
+def _read_and_copy(source: Source, runs: Sequence[Run], device: Tensor, ring: PinnedRing) -> None:
     files = {name: os.open(source.path(name), os.O_RDONLY) for name in {run.file for run in runs}}
-    jobs = [(run, at, min(BUFFER, run.used - run.offset - at)) for run in runs for at in range(0, run.used - run.offset, BUFFER)]
-    mine, taken = local(), iter(range(threads))
-
-    def copy(job: tuple[Run, int, int]) -> None:
-        run, at, length = job
-        if not hasattr(mine, "slots"):
-            first = next(taken) * 2
-            mine.slots = [(pinned[(first + i) * BUFFER : (first + i + 1) * BUFFER], torch.cuda.Event()) for i in (0, 1)]
-            mine.stream, mine.turn = torch.cuda.Stream(), 0
-        buffer, free = mine.slots[mine.turn % 2]
-        mine.turn += 1
-        free.synchronize()
-        view, done = buffer.numpy().data, 0
-        while done < length:
-            done += os.preadv(files[run.file], [view[done:length]], run.offset + at + done)
-        with torch.cuda.stream(mine.stream):
-            device[run.at + at : run.at + at + length].copy_(buffer[:length], non_blocking=True)
-            free.record()
-
-    with ThreadPoolExecutor(threads) as workers:
-        for _ in workers.map(copy, jobs):
-            pass
-    for descriptor in files.values():
-        os.close(descriptor)
+    try:
+        ring.copy(part for run in runs for part in parts_of(files[run.file], run.offset, device[run.at : run.at + run.used - run.offset], run.file))
+    finally:
+        for descriptor in files.values():
+            os.close(descriptor)
 
 
 def _repack(device: Tensor, places: dict[str, int], prefix: str, owned: range, shape: ExpertShape, index: int, provider: Provider) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,32 +20,50 @@ from convert.errors import MachineError
 from convert.files import open_direct
 from convert.kernels.providers import load as load_provider
 from convert.planning.topology import Topology
-from convert.shards.device import PATHS, load_rank
-from convert.shards.reader import open_shards
+from convert.shards.device import REGISTER, flat_bytes, load_rank, register, unregister
+from convert.shards.reader import Shards, open_shards
 
 CHUNK = 16 << 20
+#: what each path can at most reach: the least of these, measured in the same rounds
+PINNED, CACHE, REGISTERING, DISK = "pinned memory to the GPU", "page cache to pinned memory", "registering and unregistering the mapping", "disk"
+LIMITS = {
+    ("ring", "warm"): (PINNED, CACHE), ("mapped", "warm"): (PINNED, REGISTERING),
+    ("ring", "cold"): (DISK,), ("mapped", "cold"): (DISK,), ("direct", "cold"): (DISK,),
+}  # fmt: skip
 
 
 def bench_load(out: Path, source: str | None, *, rank: int, rounds: int, threads: int | None, say: Callable[[str], None]) -> dict[str, Any]:
-    """Load a rank each way, `rounds` times warm and once or more cold. Returns the report. Raises MachineError without a GPU."""
+    """Load a rank each way, `rounds` times warm and cold, with the limits measured in each round. Returns the report.
+
+    Raises MachineError without a GPU.
+    """
     if not torch.cuda.is_available():
         raise MachineError("no CUDA GPU: loading cannot be measured here")
     threads = threads or min(os.cpu_count() or 1, 16)
     shards = open_shards(out, rank)
     files = [out / shard.path for shard in shards.shards()]
     size = sum(path.stat().st_size for path in files)
-    rows = []
-    say("limits of this machine")
-    limits = _limits(files, threads)
-    for temperature, count in (("warm", rounds), ("cold", max(rounds // 3, 1))):
-        for path in PATHS:
-            results = [_one(out, rank, path, threads, files, temperature) for _ in range(count + (temperature == "warm"))]
-            results = results[1:] if temperature == "warm" else results
-            rows.append(_row(f"ours, {path}", temperature, size, results))
-            say(f"{rows[-1]['name']}, {temperature}: {rows[-1]['seconds']:.3f} s, {rows[-1]['gb_per_s']:.1f} GB/s")
+    limits: dict[str, list[float]] = {PINNED: [], CACHE: [], REGISTERING: [], DISK: []}
+    results: dict[tuple[str, str], list[dict[str, float]]] = {way: [] for way in LIMITS}
+    for temperature in ("warm", "cold"):
+        say(f"{temperature}: {rounds} rounds")
+        warm_ups = 1 if temperature == "warm" else 0
+        for i in range(rounds + warm_ups):
+            found = _warm_limits(shards, files, threads) if temperature == "warm" else {DISK: _disk_rate(files, threads)}
+            loads = {way: _one(out, rank, way[0], threads, files, temperature) for way in LIMITS if way[1] == temperature}
+            if i >= warm_ups:
+                for name, rate in found.items():
+                    limits[name].append(rate)
+                for way, seconds in loads.items():
+                    results[way].append(seconds)
+    rates = {name: statistics.median(found) for name, found in limits.items()}
+    rows = [_row(f"ours, {way[0]}", way[1], size, found, min(LIMITS[way], key=lambda name: rates[name]), rates) for way, found in results.items()]
     if source is not None:
-        rows += _engine(source, out, rank, rounds, threads, say)
-    return {"rank": rank, "tp": shards.manifest.tp, "ep": shards.manifest.ep, "bytes": size, "threads": threads, "limits": limits, "rows": rows}
+        rows += _engine(source, out, rank, max(rounds // 3, 1), threads, say)
+    return {
+        "rank": rank, "tp": shards.manifest.tp, "ep": shards.manifest.ep, "bytes": size, "threads": threads, "rounds": rounds, "limits": rates,
+        "limits_all": limits, "rows": rows,
+    }  # fmt: skip
 
 
 def _one(out: Path, rank: int, path: str, threads: int, files: Sequence[Path], temperature: str) -> dict[str, float]:
@@ -68,9 +86,9 @@ def _engine(source: str, out: Path, rank: int, rounds: int, threads: int, say: C
     topology, provider = Topology.of(manifest.tp, manifest.ep), load_provider()
     files = [opened.path(header.file) for header in opened.headers]
     rows = []
-    for temperature, count in (("warm", rounds), ("cold", max(rounds // 3, 1))):
+    for temperature in ("warm", "cold"):
         results, size = [], 0
-        for i in range(count + (temperature == "warm")):
+        for i in range(rounds + (temperature == "warm")):
             if temperature == "cold":
                 evict(files)
             else:
@@ -84,12 +102,15 @@ def _engine(source: str, out: Path, rank: int, rounds: int, threads: int, say: C
     return rows
 
 
-def _row(name: str, temperature: str, size: int, results: Sequence[dict[str, float]]) -> dict[str, Any]:
+def _row(
+    name: str, temperature: str, size: int, results: Sequence[dict[str, float]], limit: str | None = None, rates: Mapping[str, float] | None = None
+) -> dict[str, Any]:
     median = statistics.median(result["total"] for result in results)
     steps = {step: statistics.median(result.get(step, 0.0) for result in results) for step in results[0]}
+    rate = size / median / 1e9
     return {
-        "name": name, "temperature": temperature, "bytes": size, "seconds": median, "gb_per_s": size / median / 1e9, "steps": steps,
-        "all": [result["total"] for result in results],
+        "name": name, "temperature": temperature, "bytes": size, "seconds": median, "gb_per_s": rate, "steps": steps,
+        "all": [result["total"] for result in results], "limit": limit, "of_limit": rate / rates[limit] if limit and rates else None,
     }  # fmt: skip
 
 
@@ -101,24 +122,36 @@ def _warm(files: Sequence[Path]) -> None:
                 pass
 
 
-def _limits(files: Sequence[Path], threads: int) -> dict[str, float]:
-    """GB/s: pinned host to device; parallel reads from the page cache into pinned memory; direct reads of the disk by 1 and by all threads."""
+def _warm_limits(shards: Shards, files: Sequence[Path], threads: int) -> dict[str, float]:
+    """GB/s of what a load from the page cache is made of."""
     size = 1 << 30
     host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(size, dtype=torch.uint8, device="cuda")
-    copies = []
-    for _ in range(4):
-        begin = time.perf_counter()
-        device.copy_(host, non_blocking=True)
-        torch.cuda.synchronize()
-        copies.append(time.perf_counter() - begin)
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    device.copy_(host, non_blocking=True)
+    torch.cuda.synchronize()
+    copy = time.perf_counter() - begin
     _warm(files)
-    limits = {"host to device, pinned": size / min(copies) / 1e9, "page cache to pinned memory": _read_rate(files, threads, False)}
+    return {PINNED: size / copy / 1e9, CACHE: _read_rate(files, threads, False), REGISTERING: _register_rate(shards)}
+
+
+def _register_rate(shards: Shards) -> float:
+    """One thread, in pieces as `load_rank` does it, nothing copied; a new mapping, since registering also makes its page tables."""
+    with open_shards(shards.out, shards.rank) as fresh:
+        flats = [flat_bytes(fresh.mapping(shard)) for shard in fresh.shards()]
+        parts = [part for flat in flats for part in flat.split(REGISTER)]
+        begin = time.perf_counter()
+        for part in parts:
+            register(part)
+        unregister([part.data_ptr() for part in parts])
+        return sum(flat.numel() for flat in flats) / (time.perf_counter() - begin) / 1e9
+
+
+def _disk_rate(files: Sequence[Path], threads: int) -> float:
+    """Direct reads of what is not in the page cache, as many at a time as there are threads."""
     evict(files)
-    limits["disk, direct, 1 thread"] = _read_rate(files, 1, True)
-    for count in (4, threads):
-        limits[f"disk, direct, {count} threads"] = _read_rate(files, count, True)
-    return limits
+    return _read_rate(files, threads, True)
 
 
 def _read_rate(files: Sequence[Path], threads: int, direct: bool) -> float:

@@ -14,7 +14,9 @@ from convert.cli.options import json_option
 @click.argument("out", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--source", help="The published checkpoint: also load it as engines do today, repacking on the GPU.")
 @click.option("--rank", type=click.IntRange(0), default=0, show_default=True)
-@click.option("--rounds", type=click.IntRange(1), default=9, show_default=True, help="Warm rounds; a third as many cold ones.")
+@click.option(
+    "--rounds", type=click.IntRange(1), default=9, show_default=True, help="Warm rounds, and as many cold ones; of the engine's way a third as many."
+)
 @click.option("--threads", type=click.IntRange(1), help="[default: cores, at most 16]")
 @json_option
 def command(out: Path, source: str | None, rank: int, rounds: int, threads: int | None, as_json: bool) -> None:
@@ -30,5 +32,6 @@ def command(out: Path, source: str | None, rank: int, rounds: int, threads: int 
     rows = []
     for row in report["rows"]:
         steps = ", ".join(f"{step} {seconds:.3f}" for step, seconds in row["steps"].items())
-        rows.append((row["name"], row["temperature"], f"{row['seconds']:.3f}", f"{row['gb_per_s']:.1f}", steps))
-    output.table(("way", "files", "seconds", "GB/s", "steps"), rows)
+        limit = "-" if row["of_limit"] is None else f"{row['of_limit']:.2f} of {row['limit']}"
+        rows.append((row["name"], row["temperature"], f"{row['seconds']:.3f}", f"{row['gb_per_s']:.1f}", limit, steps))
+    output.table(("way", "files", "seconds", "GB/s", "of its limit", "steps"), rows)

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from threading import Lock
 
+import numpy as np
+import numpy.typing as npt
+
 from convert.checkpoint.source import Source
 from convert.errors import OutputError, UsageError
 from convert.planning.output import OutputPlan, OutputUnit
@@ -34,7 +37,6 @@ def kernel_check(source: Source, plan: OutputPlan, out: Path, device: str = "cud
         if unit.source.experts_prefix is None or unit.source.layer is None:
             return
         files = LayerFiles(
-            out=out,
             layer=unit.source.layer,
             prefix=unit.source.experts_prefix,
             layout=plan.layout,
@@ -43,7 +45,8 @@ def kernel_check(source: Source, plan: OutputPlan, out: Path, device: str = "cud
             tp=plan.topology.tp,
             ep=plan.topology.ep,
             ranks=plan.ranks,
-            place=lambda rank, name: (plan.path(unit, rank), unit.offset(name)),
+            stored=lambda rank, name: _mapped(out / plan.path(unit, rank), unit, name),
+            path=lambda rank: plan.path(unit, rank),
         )
         report = KernelReport()
         with lock:
@@ -52,3 +55,9 @@ def kernel_check(source: Source, plan: OutputPlan, out: Path, device: str = "cud
             raise OutputError(f"the kernel does not read what was converted ({len(report.findings)} findings): {report.findings[0]}")
 
     return check
+
+
+def _mapped(path: Path, unit: OutputUnit, name: str) -> npt.NDArray[np.generic]:
+    """A stacked tensor of a file that is whole, before there is a manifest to open the folder by."""
+    stacked = next(tensor for tensor in unit.stacked if tensor.name == name)
+    return np.memmap(path, np.int32 if stacked.dtype == "I32" else np.uint16, "r", unit.offset(name), stacked.shape)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +23,11 @@ Original = dict[str, tuple[npt.NDArray[np.int32], npt.NDArray[np.uint16]]]
 
 @dataclass(frozen=True)
 class LayerFiles:
-    """A layer's stacked tensors on all ranks at hand: `place(rank, name)` is (path inside OUT, offset of the tensor)."""
+    """A layer's stacked tensors on all ranks at hand.
 
-    out: Path
+    `stored(rank, name)` is one of them, [E, ...], over the mapping of its file; `path(rank)` is that file's name inside OUT.
+    """
+
     layer: int
     prefix: str
     layout: Layout
@@ -35,7 +36,8 @@ class LayerFiles:
     tp: int
     ep: int
     ranks: tuple[int, ...]
-    place: Callable[[int, str], tuple[str, int]]
+    stored: Callable[[int, str], npt.NDArray[np.generic]]
+    path: Callable[[int], str]
 
     @property
     def moe_tp(self) -> int:
@@ -48,15 +50,11 @@ class LayerFiles:
         return range(rank // self.moe_tp * local, (rank // self.moe_tp + 1) * local)
 
     def read(self, rank: int, experts: range) -> dict[str, Bytes]:
-        """Stored bytes of consecutive experts of a rank, per stacked tensor name (without prefix)."""
-        first = self.owned(rank).start
-        names, pieces = [], []
-        for tensor in self.layout.stacked(self.shape):
-            size = int(np.prod(tensor.shape)) * (4 if tensor.dtype == "I32" else 2)
-            path, offset = self.place(rank, f"{self.prefix}.{tensor.name}")
-            names.append(tensor.name)
-            pieces.append(Piece(path, offset + (experts.start - first) * size, len(experts) * size))
-        return dict(zip(names, read_pieces(PieceReader(lambda path: self.out / path, direct=False), pieces), strict=True))
+        """A copy of the stored bytes of consecutive experts of a rank, per stacked tensor name (without prefix)."""
+        begin = experts.start - self.owned(rank).start
+        names = [tensor.name for tensor in self.layout.stacked(self.shape)]
+        parts = {name: self.stored(rank, f"{self.prefix}.{name}")[begin : begin + len(experts)] for name in names}
+        return {name: np.array(part).reshape(-1).view(np.uint8) for name, part in parts.items()}
 
 
 def read_pieces(reader: PieceReader, pieces: Sequence[Piece]) -> list[Bytes]:
@@ -114,7 +112,7 @@ def originals_restored(files: LayerFiles, digests: Mapping[str, bytes], report: 
             try:
                 files.layout.unpack(files.shape, projection, index, Rows.of(w), Rows.of(s), Rows.of(packed), Rows.of(scale))
             except ValueError as error:
-                report(Finding(files.place(rank, f"{files.prefix}.{words}")[0], str(error), files.layer, experts.start + i, projection, rank))
+                report(Finding(files.path(rank), str(error), files.layer, experts.start + i, projection, rank))
         for kind, matrix in (("weight_packed", packed), ("weight_scale", scale)):
             if digests.get(f"{files.prefix}.{experts.start + i}.{projection}.{kind}") != digest(matrix):
                 what = f"{kind}, restored from all ranks, is not what the source had; `marlin-convert verify` says more"

@@ -216,8 +216,7 @@ class LayerCheck:
         return [(float(relative), float(largest)) for relative, largest in torch.stack(errors).tolist()]
 
     def _finding(self, what: str, expert: int, projection: str, rank: int) -> Finding:
-        path, _ = self.files.place(rank, f"{self.files.prefix}.{self.files.layout.stacked(self.files.shape)[0].name}")
-        return Finding(path, what, self.files.layer, expert, projection, rank)
+        return Finding(self.files.path(rank), what, self.files.layer, expert, projection, rank)
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from convert.kernels.providers import Provider, load
 from convert.layout.moe import LAYOUTS
 from convert.layout.protocol import ExpertShape
 from convert.shards.manifest import Manifest, UnitInfo, read_manifest
+from convert.shards.reader import Shards, open_shards
 
 TOKENS = (1, 9, 90, 330)
 Progress = Callable[[int, int], None]
@@ -66,10 +67,11 @@ def verify_kernel(
         raise UsageError("not all ranks are in this folder, so the originals cannot be restored from it; give --source")
     top_k = int(model.text.get("num_experts_per_tok", 8))
     scope = Scope(tuple(on_ranks), scope_experts, tuple(tokens), top_k)
+    shards = {rank: open_shards(folder, rank) for rank in manifest.ranks}
     for done, unit in enumerate(unit for unit in units if unit.layer in wanted):
         if progress is not None:
             progress(done, len(wanted))
-        files = manifest_files(folder, manifest, unit, model)
+        files = manifest_files(shards, manifest, unit, model)
         originals = originals_from_source(opened, files) if opened is not None else originals_restored(files, kept.digests, report.findings.append)
         check_layer(files, originals, chosen, device, scope, report)
     if progress is not None:
@@ -107,15 +109,12 @@ def load_provider(device: str, name: str | None) -> Provider:
     return provider
 
 
-def manifest_files(out: Path, manifest: Manifest, unit: UnitInfo, model: ModelConfig) -> LayerFiles:
-    """A layer of a finished folder."""
-    places = {
-        (shard.rank, tensor.name): (shard.path, tensor.offset) for shard in manifest.shards if shard.unit == unit.name for tensor in shard.tensors
-    }
+def manifest_files(shards: Mapping[int, Shards], manifest: Manifest, unit: UnitInfo, model: ModelConfig) -> LayerFiles:
+    """A layer of a finished folder, as an engine would open it."""
+    paths = {shard.rank: shard.path for shard in manifest.shards if shard.unit == unit.name}
     prefix = next(origin.tensor for origin in unit.tensors if origin.rule == "experts").rpartition(".")[0]
     shape = ExpertShape(model.hidden, model.moe_intermediate, manifest.group_size, manifest.tp // manifest.ep)
     return LayerFiles(
-        out=out,
         layer=unit.layer or 0,
         prefix=prefix,
         layout=LAYOUTS[manifest.layout_id],
@@ -124,7 +123,8 @@ def manifest_files(out: Path, manifest: Manifest, unit: UnitInfo, model: ModelCo
         tp=manifest.tp,
         ep=manifest.ep,
         ranks=manifest.ranks,
-        place=lambda rank, name: places[rank, name],
+        stored=lambda rank, name: shards[rank][name],
+        path=lambda rank: paths[rank],
     )
 
 

@@ -1,0 +1,93 @@
+"""A rank on the GPU holds the very bytes of its files, whichever way they came, and `bench load` reports what its schema says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import make_layers
+
+from convert.bench.load import bench_load
+from convert.errors import MachineError, OutputError, UsageError
+from convert.pipeline.convert import convert
+from convert.shards import device as device_module
+from convert.shards.device import PATHS, load_rank
+from convert.shards.reader import open_shards
+from convert.shards.ring import PinnedRing, parts_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason=f"torch {torch.__version__} sees no CUDA GPU"),
+]
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One full-width layer of 16 experts: files of more than one ring buffer."""
+    folder = tmp_path_factory.mktemp("load")
+    make_layers(folder / "source", experts=16)
+    convert(str(folder / "source"), folder / "out", tp=2)
+    return folder / "out"
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_every_byte_arrives(converted: Path, path: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_module, "REGISTER", 5 << 20)  # several pieces a file
+    host, loaded = load_rank(converted, 1, device="cpu"), load_rank(converted, 1, path=path, threads=threads)
+    assert loaded.bytes == sum(shard.size for shard in open_shards(converted, 1).shards()) > 40 << 20
+    assert host.tensors.keys() == loaded.tensors.keys()
+    for name, tensor in host.tensors.items():
+        found = loaded[name]
+        assert found.device.type == "cuda"
+        assert (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
+        assert torch.equal(found.cpu().contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
+
+
+def test_shards_to_a_device(converted: Path) -> None:
+    shards = open_shards(converted, 0)
+    tensors = shards.to("cuda", ["layer-000"])
+    name = next(name for name in tensors if name.endswith("w2_weight_packed"))
+    assert torch.equal(tensors[name].cpu(), shards.tensors(["layer-000"])[name])
+
+
+def test_unknown_path(converted: Path) -> None:
+    with pytest.raises(UsageError, match="path warp: choose one of mapped, ring, direct"):
+        load_rank(converted, 0, path="warp")
+
+
+def test_a_short_file_is_refused(converted: Path, tmp_path: Path) -> None:
+    for entry in converted.iterdir():
+        (tmp_path / entry.name).symlink_to(entry)
+    rank = tmp_path / "rank-00-of-02"
+    rank.unlink()
+    rank.mkdir()
+    for entry in (converted / rank.name).iterdir():
+        (rank / entry.name).symlink_to(entry)
+    victim = next(rank.glob("layer-*.safetensors"))
+    data = victim.read_bytes()
+    victim.unlink()
+    victim.write_bytes(data[: len(data) // 2])
+    with pytest.raises(OutputError, match="the manifest says"):
+        load_rank(tmp_path, 0)
+
+
+def test_a_file_that_ends_while_it_is_read(tmp_path: Path) -> None:
+    short = tmp_path / "short"
+    short.write_bytes(bytes(5000))
+    target = torch.empty(8192, dtype=torch.uint8, device="cuda")
+    with short.open("rb") as file, pytest.raises(MachineError, match="short ended at byte 5000 while it was being read"):
+        PinnedRing(2).copy(parts_of(file.fileno(), 0, target, "short"))
+
+
+def test_bench_load_keeps_to_its_schema(converted: Path) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    report = bench_load(converted, None, rank=0, rounds=2, threads=2, say=lambda text: None)
+    schema = json.loads((Path(__file__).parents[2] / "schemas" / "bench-load.schema.json").read_text())
+    jsonschema.validate(json.loads(json.dumps(report)), schema)
+    assert {(row["name"], row["temperature"]) for row in report["rows"]} == {
+        ("ours, ring", "warm"), ("ours, mapped", "warm"), ("ours, ring", "cold"), ("ours, mapped", "cold"), ("ours, direct", "cold"),
+    }  # fmt: skip
+    assert all(len(row["all"]) == 2 and row["of_limit"] > 0 for row in report["rows"])
