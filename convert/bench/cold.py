@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from convert.files import PAGE
+from convert.page_cache import resident_pages
 
 
 def evict(paths: Iterable[Path]) -> None:
@@ -24,21 +23,11 @@ def evict(paths: Iterable[Path]) -> None:
 
 def resident(paths: Iterable[Path]) -> float:
     """The share of the files' pages that are in the page cache, by mincore."""
-    libc = ctypes.CDLL(None, use_errno=True)
     inside, pages = 0, 0
     for path in paths:
-        size = path.stat().st_size
-        if not size:
-            continue
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE) as mapped:
-            count = -(-size // PAGE)
-            flags = (ctypes.c_ubyte * count)()
-            view = ctypes.c_char.from_buffer(mapped)
-            try:
-                if libc.mincore(ctypes.c_void_p(ctypes.addressof(view)), ctypes.c_size_t(size), flags):
-                    raise OSError(ctypes.get_errno(), f"mincore of {path}")
-            finally:
-                del view
-            inside += sum(flag & 1 for flag in bytes(flags))
-            pages += count
+        if path.stat().st_size:
+            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+                found = resident_pages(mapped, 0, len(mapped))
+            inside += int(found.sum())
+            pages += found.size
     return inside / max(pages, 1)

@@ -21,7 +21,7 @@ from convert.layout.scales import GROUPED
 from convert.planning.rules import expert_tensors
 from convert.planning.topology import Topology
 from convert.reads import Piece, Run, plan_reads
-from convert.shards.ring import PinnedRing, parts_of
+from convert.shards.ring import PinnedRing
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def _places(source: Source, names: Sequence[str], pieces: Sequence[Piece], place
 def _read_and_copy(source: Source, runs: Sequence[Run], device: Tensor, ring: PinnedRing) -> None:
     files = {name: os.open(source.path(name), os.O_RDONLY) for name in {run.file for run in runs}}
     try:
-        ring.copy(part for run in runs for part in parts_of(files[run.file], run.offset, device[run.at : run.at + run.used - run.offset], run.file))
+        ring.copy(part for run in runs for part in ring.parts(files[run.file], run.offset, device[run.at : run.at + run.used - run.offset], run.file))
     finally:
         for descriptor in files.values():
             os.close(descriptor)

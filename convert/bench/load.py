@@ -20,15 +20,15 @@ from convert.errors import MachineError
 from convert.files import open_direct
 from convert.kernels.providers import load as load_provider
 from convert.planning.topology import Topology
-from convert.shards.device import REGISTER, flat_bytes, load_rank, register, unregister
+from convert.shards.device import DIRECT_THREADS, REGISTER, flat_bytes, load_rank, register, unregister
 from convert.shards.reader import Shards, open_shards
 
 CHUNK = 16 << 20
 #: what each path can at most reach: the least of these, measured in the same rounds
 PINNED, CACHE, REGISTERING, DISK = "pinned memory to the GPU", "page cache to pinned memory", "registering and unregistering the mapping", "disk"
 LIMITS = {
-    ("ring", "warm"): (PINNED, CACHE), ("mapped", "warm"): (PINNED, REGISTERING),
-    ("ring", "cold"): (DISK,), ("mapped", "cold"): (DISK,), ("direct", "cold"): (DISK,),
+    ("auto", "warm"): (PINNED, CACHE), ("mapped", "warm"): (PINNED, REGISTERING),
+    ("auto", "cold"): (DISK,), ("ring", "cold"): (DISK,), ("mapped", "cold"): (DISK,),
 }  # fmt: skip
 
 
@@ -49,7 +49,7 @@ def bench_load(out: Path, source: str | None, *, rank: int, rounds: int, threads
         say(f"{temperature}: {rounds} rounds")
         warm_ups = 1 if temperature == "warm" else 0
         for i in range(rounds + warm_ups):
-            found = _warm_limits(shards, files, threads) if temperature == "warm" else {DISK: _disk_rate(files, threads)}
+            found = _warm_limits(shards, files, threads) if temperature == "warm" else {DISK: _disk_rate(files, min(threads, DIRECT_THREADS))}
             loads = {way: _one(out, rank, way[0], threads, files, temperature) for way in LIMITS if way[1] == temperature}
             if i >= warm_ups:
                 for name, rate in found.items():
@@ -149,7 +149,7 @@ def _register_rate(shards: Shards) -> float:
 
 
 def _disk_rate(files: Sequence[Path], threads: int) -> float:
-    """Direct reads of what is not in the page cache, as many at a time as there are threads."""
+    """Direct reads of what is not in the page cache."""
     evict(files)
     return _read_rate(files, threads, True)
 

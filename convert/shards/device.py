@@ -1,7 +1,8 @@
 """One rank's shards as torch tensors on a device: whole files in large copies, each tensor a view of the device's memory.
 
 Two ways. `ring`: threads read into a few pinned buffers and copy from there; past the page cache (`direct`) for files that are not in it.
-`mapped`: the read-only mapping of a file is registered with CUDA piece by piece on another thread while earlier pieces copy.
+`auto` is `ring`, or `direct` for files that are not in the page cache.
+`mapped`: the read-only mapping of a file is registered with CUDA piece by piece while earlier pieces copy.
 Needs torch; on "cpu" the tensors are views of the mapping and nothing is copied.
 """
 
@@ -12,19 +13,20 @@ import os
 import time
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from convert.errors import MachineError, UsageError
-from convert.files import open_direct
+from convert.files import PAGE, open_direct
+from convert.page_cache import resident_pages
 from convert.shards.manifest import FusedTensor, Shard, StoredTensor
 from convert.shards.reader import Shards, open_shards
-from convert.shards.ring import Part, PinnedRing, parts_of
+from convert.shards.ring import CACHED, DIRECT, Part, PinnedRing
 
-PATHS = ("mapped", "ring", "direct")
+PATHS = ("auto", "ring", "direct", "mapped")
 TORCH = {
     "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64, "I32": torch.int32, "I64": torch.int64,
     "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "BOOL": torch.bool,
@@ -32,7 +34,11 @@ TORCH = {
 #: cudaHostRegisterReadOnly: registers pages of a read-only mapping; not every driver has it
 READ_ONLY = 8
 #: bytes registered at a time
-REGISTER = 256 << 20
+REGISTER = 64 << 20
+#: how far the pages lie apart that are looked at to see whether a file is in the page cache
+SAMPLE = 16 << 20
+#: threads that read a disk at most: more of them make it no faster
+DIRECT_THREADS = 8
 
 
 @dataclass
@@ -55,7 +61,7 @@ def host_tensors(shards: Shards, units: Sequence[str] | None = None) -> dict[str
 
 
 def load_rank(
-    out: str | os.PathLike[str], rank: int, *, device: str = "cuda", units: Sequence[str] | None = None, path: str = "ring",
+    out: str | os.PathLike[str], rank: int, *, device: str = "cuda", units: Sequence[str] | None = None, path: str = "auto",
     threads: int | None = None,
 ) -> LoadedRank:  # fmt: skip
     """Open a rank and bring it to a device; see `load_shards`."""
@@ -63,12 +69,12 @@ def load_rank(
 
 
 def load_shards(
-    shards: Shards, *, device: str = "cuda", units: Sequence[str] | None = None, path: str = "ring", threads: int | None = None
+    shards: Shards, *, device: str = "cuda", units: Sequence[str] | None = None, path: str = "auto", threads: int | None = None
 ) -> LoadedRank:
     """Bring a rank (or some units of it, such as `layer-001`) to a device.
 
-    `path` is one of PATHS, `threads` how many read for ring and direct; `ring` is the fastest measured (H200, from the page cache) and works
-    everywhere. Raises OutputError for damaged files, UsageError for an unknown rank, unit or path, MachineError where CUDA fails.
+    `path` is one of PATHS, `threads` how many read for ring and direct. Raises OutputError for damaged files, UsageError for an unknown rank, unit or
+    path, MachineError where CUDA fails.
     """
     chosen = [shard for shard in shards.shards() if units is None or shard.unit in units]
     if units is not None and len(chosen) != len(set(units)):
@@ -79,9 +85,11 @@ def load_shards(
     begin = time.perf_counter()
     if torch.device(device).type == "cpu":
         return LoadedRank(host_tensors(shards, units), "host")
-    loaded = LoadedRank({}, path)
     for shard in chosen:
         shards.mapping(shard)  # checks size and identity before anything is copied
+    if path == "auto":
+        path = "ring" if _cached(shards, chosen) else "direct"
+    loaded = LoadedRank({}, path)
     targets = {shard.path: torch.empty(shard.size, dtype=torch.uint8, device=device) for shard in chosen}
     loaded.seconds["open"] = time.perf_counter() - begin
     if path == "mapped":
@@ -93,6 +101,12 @@ def load_shards(
     loaded.bytes = sum(shard.size for shard in chosen)
     loaded.seconds["total"] = time.perf_counter() - begin
     return loaded
+
+
+def _cached(shards: Shards, chosen: Sequence[Shard]) -> bool:
+    """Whether most of the files lies in the page cache, by a sample of their pages."""
+    sample = [resident_pages(shards.mapping(shard), at, 16 * PAGE) for shard in chosen for at in range(0, shard.size, SAMPLE)]
+    return bool(np.concatenate(sample).mean() > 0.5) if sample else True
 
 
 def _views(shard: Shard, data: Tensor) -> dict[str, Tensor]:
@@ -118,22 +132,21 @@ def flat_bytes(mapped: mmap.mmap) -> Tensor:
 
 
 def _copy_mapped(shards: Shards, chosen: Sequence[Shard], targets: dict[str, Tensor], loaded: LoadedRank) -> None:
-    """Register and copy, piece by piece. Raises MachineError where the driver cannot register a read-only mapping.
+    """Register a piece, set its copy going, register the next. Raises MachineError where the driver cannot register a read-only mapping.
 
-    One thread registers while the copy engine works: the driver takes one range at a time, and more threads only wait for each other.
+    On one thread: the driver takes one range at a time, and more threads only wait for each other.
     """
     registered: list[int] = []
-    begin = time.perf_counter()
+    spent, begin = 0.0, time.perf_counter()
     try:
-        with ThreadPoolExecutor(1) as registrar:
-            flats = {shard.path: flat_bytes(shards.mapping(shard)) for shard in chosen}
-            parts = [(shard.path, at, flats[shard.path][at : at + REGISTER]) for shard in chosen for at in range(0, shard.size, REGISTER)]
-            for (path, at, part), seconds in zip(parts, registrar.map(lambda part: register(part[2]), parts), strict=True):
+        for shard in chosen:
+            target = targets[shard.path]
+            for i, part in enumerate(flat_bytes(shards.mapping(shard)).split(REGISTER)):
+                spent += register(part)
                 registered.append(part.data_ptr())
-                loaded.seconds["register"] = loaded.seconds.get("register", 0.0) + seconds
-                targets[path][at : at + REGISTER].copy_(part, non_blocking=True)
-            torch.cuda.synchronize()
-            loaded.seconds["register and copy"] = time.perf_counter() - begin
+                target[i * REGISTER : (i + 1) * REGISTER].copy_(part, non_blocking=True)
+        torch.cuda.synchronize()
+        loaded.seconds |= {"register": spent, "register and copy": time.perf_counter() - begin}
     finally:
         torch.cuda.synchronize()
         begin = time.perf_counter()
@@ -157,7 +170,7 @@ def unregister(addresses: Sequence[int]) -> None:
 
 def _copy_ring(shards: Shards, chosen: Sequence[Shard], targets: dict[str, Tensor], threads: int, loaded: LoadedRank) -> None:
     begin = time.perf_counter()
-    ring = PinnedRing(threads)
+    ring = PinnedRing(min(threads, DIRECT_THREADS), DIRECT) if loaded.path == "direct" else PinnedRing(threads, CACHED)
     loaded.seconds["pin"] = time.perf_counter() - begin
     begin = time.perf_counter()
     parts: list[Part] = []
@@ -167,7 +180,7 @@ def _copy_ring(shards: Shards, chosen: Sequence[Shard], targets: dict[str, Tenso
             where = shards.out / shard.path
             descriptor = open_direct(where, os.O_RDONLY) if loaded.path == "direct" else None
             opened.append(os.open(where, os.O_RDONLY) if descriptor is None else descriptor)
-            parts += parts_of(opened[-1], 0, targets[shard.path], shard.path)
+            parts += ring.parts(opened[-1], 0, targets[shard.path], shard.path)
         ring.copy(parts)
     finally:
         for descriptor in opened:

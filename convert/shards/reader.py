@@ -77,7 +77,7 @@ class Shards:
 
         return host_tensors(self, units)
 
-    def to(self, device: str, units: Sequence[str] | None = None, path: str = "ring") -> dict[str, Tensor]:
+    def to(self, device: str, units: Sequence[str] | None = None, path: str = "auto") -> dict[str, Tensor]:
         """The rank (or some units of it) on a device, in large copies; see `convert.shards.device.load_rank`. Needs torch."""
         from convert.shards.device import load_shards
 

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from threading import local
+from itertools import cycle
+from threading import Thread
 
 import torch
 from torch import Tensor
 
 from convert.errors import MachineError
 
-#: bytes of one buffer; smaller ones were slower on an H200 (4 MiB: a third of the speed)
-RING_BUFFER = 16 << 20
+#: bytes of a buffer for reads from the page cache, and for reads from the disk
+CACHED, DIRECT = 8 << 20, 16 << 20
 
 
 @dataclass(frozen=True)
 class Part:
-    """Bytes from `offset` of an open file to `target`, at most RING_BUFFER of them; `name` is for messages. Where the file was opened for direct
-    reads, offset and size are whole pages."""
+    """Bytes from `offset` of an open file to `target`, at most a buffer of them; `name` is for messages. Where the file was opened for direct reads,
+    offset and size are whole pages."""
 
     descriptor: int
     offset: int
@@ -29,40 +30,59 @@ class Part:
 
 
 class PinnedRing:
-    """The buffers and their threads."""
+    """Two buffers of `size` bytes for each thread."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, size: int = CACHED) -> None:
         self.threads = threads
-        self._memory = torch.empty(2 * threads * RING_BUFFER, dtype=torch.uint8, pin_memory=True)
+        self.size = size
+        self._memory = torch.empty(2 * threads * size, dtype=torch.uint8, pin_memory=True)
+
+    def parts(self, descriptor: int, offset: int, target: Tensor, name: str) -> list[Part]:
+        """A stretch of a file in parts that fit a buffer; `target` is flat bytes."""
+        return [Part(descriptor, offset + at, target[at : at + self.size], name) for at in range(0, target.numel(), self.size)]
 
     def copy(self, parts: Iterable[Part]) -> None:
-        """Copy all and wait for it. Raises MachineError where a file ends early, OSError where it cannot be read."""
-        mine, buffers = local(), iter(self._memory.split(RING_BUFFER))
+        """Copy all and wait for it. Raises MachineError where a file ends early, OSError where it cannot be read.
 
-        def begin() -> None:
-            mine.slots = [(next(buffers), torch.cuda.Event()) for _ in range(2)]
-            mine.stream, mine.turn = torch.cuda.Stream(), 0
+        Per part the interpreter's lock is let go of for the read and for the copy only: with many threads, each time costs more than the calls do.
+        """
+        left, failures = deque(parts), list[BaseException]()
+        buffers = self._memory.split(self.size)
 
-        def run(part: Part) -> None:
-            buffer, free = mine.slots[mine.turn % 2]
-            mine.turn += 1
-            free.synchronize()
-            length = part.target.numel()
-            _fill(buffer.numpy().data[:length], part)
-            with torch.cuda.stream(mine.stream):
-                part.target.copy_(buffer[:length], non_blocking=True)
-                free.record()
+        def work(first: int) -> None:
+            try:
+                torch.cuda.set_stream(torch.cuda.Stream())  # of this thread
+                slots = cycle([(buffer, buffer.numpy().data, torch.cuda.Event()) for buffer in buffers[first : first + 2]])
+                while (part := _taken(left)) is not None:
+                    buffer, view, free = next(slots)
+                    if not free.query():
+                        free.synchronize()
+                    length = part.target.numel()
+                    _fill(view[:length], part)
+                    part.target.copy_(buffer[:length], non_blocking=True)
+                    free.record()
+            except BaseException as error:
+                failures.append(error)
+                left.clear()
 
-        with ThreadPoolExecutor(self.threads, initializer=begin) as workers:
-            for _ in workers.map(run, parts):
-                pass
+        threads = [Thread(target=work, args=(2 * i,)) for i in range(min(self.threads, len(left)))]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            left.clear()  # an interrupt ends the threads too
         torch.cuda.synchronize()
+        if failures:
+            raise failures[0]
 
 
-def parts_of(descriptor: int, offset: int, target: Tensor, name: str) -> list[Part]:
-    """A stretch of a file in parts that fit a buffer; `target` is flat bytes."""
-    sizes = range(0, target.numel(), RING_BUFFER)
-    return [Part(descriptor, offset + at, target[at : at + RING_BUFFER], name) for at in sizes]
+def _taken(left: deque[Part]) -> Part | None:
+    try:
+        return left.popleft()
+    except IndexError:
+        return None
 
 
 def _fill(view: memoryview, part: Part) -> None:

@@ -15,7 +15,7 @@ from convert.pipeline.convert import convert
 from convert.shards import device as device_module
 from convert.shards.device import PATHS, load_rank
 from convert.shards.reader import open_shards
-from convert.shards.ring import PinnedRing, parts_of
+from convert.shards.ring import PinnedRing
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,7 +54,7 @@ def test_shards_to_a_device(converted: Path) -> None:
 
 
 def test_unknown_path(converted: Path) -> None:
-    with pytest.raises(UsageError, match="path warp: choose one of mapped, ring, direct"):
+    with pytest.raises(UsageError, match="path warp: choose one of auto, ring, direct, mapped"):
         load_rank(converted, 0, path="warp")
 
 
@@ -78,8 +78,9 @@ def test_a_file_that_ends_while_it_is_read(tmp_path: Path) -> None:
     short = tmp_path / "short"
     short.write_bytes(bytes(5000))
     target = torch.empty(8192, dtype=torch.uint8, device="cuda")
+    ring = PinnedRing(2)
     with short.open("rb") as file, pytest.raises(MachineError, match="short ended at byte 5000 while it was being read"):
-        PinnedRing(2).copy(parts_of(file.fileno(), 0, target, "short"))
+        ring.copy(ring.parts(file.fileno(), 0, target, "short"))
 
 
 def test_bench_load_keeps_to_its_schema(converted: Path) -> None:
@@ -88,6 +89,6 @@ def test_bench_load_keeps_to_its_schema(converted: Path) -> None:
     schema = json.loads((Path(__file__).parents[2] / "schemas" / "bench-load.schema.json").read_text())
     jsonschema.validate(json.loads(json.dumps(report)), schema)
     assert {(row["name"], row["temperature"]) for row in report["rows"]} == {
-        ("ours, ring", "warm"), ("ours, mapped", "warm"), ("ours, ring", "cold"), ("ours, mapped", "cold"), ("ours, direct", "cold"),
+        ("ours, auto", "warm"), ("ours, mapped", "warm"), ("ours, auto", "cold"), ("ours, ring", "cold"), ("ours, mapped", "cold"),
     }  # fmt: skip
     assert all(len(row["all"]) == 2 and row["of_limit"] > 0 for row in report["rows"])
