@@ -18,7 +18,7 @@ from typing import Any
 
 from convert.buffers import aligned_buffer
 from convert.files import PAGE, existing, open_direct
-from convert.gpu import Torch, _compiler, _driver, _installed, _one_line, _providers, _run_kernel, _torch, _version, advice
+from convert.gpu import Torch, advice, find_compiler, find_driver, find_providers, find_torch, installed, one_line, package_version, run_kernel
 
 #: distribution name -> module name
 CORE = {
@@ -68,18 +68,18 @@ class Examination:
 def examine(path: str | os.PathLike[str] = ".", *, kernel: bool = False) -> Examination:
     """Look at this machine, with `path` as the place to convert to. `kernel` also runs the kernel once (it may have to be compiled: minutes)."""
     place, cache, layout = _place(Path(path)), _numba_cache(), _layout_works()
-    found, driver = _torch(), _driver()
-    providers = tuple(_providers(found))
+    found, driver = find_torch(), find_driver()
+    providers = tuple(find_providers(found))
     install = advice(found.version, found.cuda, driver.get("cuda"), bool(driver.get("gpus")))
     verification = layout
     return Examination(
         machine=_machine(),
-        packages={name: _version(name) for name in ("marlin-convert", *CORE, *OPTIONAL)},
+        packages={name: package_version(name) for name in ("marlin-convert", *CORE, *OPTIONAL)},
         numba_cache=cache,
         place=place,
         driver=driver,
         torch=found,
-        compiler=_compiler(),
+        compiler=find_compiler(),
         providers=providers,
         install=install,
         conversion=_conversion(layout, place),
@@ -211,7 +211,7 @@ def _numba_cache() -> dict[str, Any]:
         words = importlib.import_module("convert.layout.words")
         path = words.pack_words.stats.cache_path
     except Exception as error:  # a broken numba is an answer
-        return {"writable": False, "path": None, "reason": _one_line(error)}
+        return {"writable": False, "path": None, "reason": one_line(error)}
     reason = "" if path else "neither the package folder nor the user's cache folder can be written; NUMBA_CACHE_DIR can name another"
     return {"writable": path is not None, "path": path, "reason": reason}
 
@@ -219,7 +219,7 @@ def _numba_cache() -> dict[str, Any]:
 def _layout_works() -> Answer:
     """Whether the core's packages load and a small matrix survives layout and inverse."""
     for name, module in CORE.items():
-        if not _installed(module):
+        if not installed(module):
             return Answer(False, f"the package {name} is not installed; pip install marlin-convert brings it")
     try:
         numpy = importlib.import_module("numpy")
@@ -230,7 +230,7 @@ def _layout_works() -> Answer:
         if not (marlin.unpack_weight(marlin.pack_weight(packed)) == packed).all():
             return Answer(False, "the layout's inverse gives something else on this machine: please report this")
     except Exception as error:
-        return Answer(False, f"the core does not load: {_one_line(error)}")
+        return Answer(False, f"the core does not load: {one_line(error)}")
     return Answer(True, "")
 
 
@@ -262,5 +262,5 @@ def _kernel(verification: Answer, found: Torch, driver: dict[str, Any], provider
     note = "" if capability == "9.0" else f"; this project has run it on capability 9.0 only, this is {capability}"
     if not run:
         return Answer(True, f"{loading[0]} loads; doctor --kernel also runs it{note}")
-    wrong = _run_kernel()
+    wrong = run_kernel()
     return Answer(False, f"{loading[0]} loads, but {wrong}") if wrong else Answer(True, f"{loading[0]} ran and read every weight back{note}")

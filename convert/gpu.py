@@ -16,21 +16,21 @@ from importlib.util import find_spec
 from typing import Any
 
 
-def _installed(module: str) -> bool:
+def installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
     except (ImportError, ValueError):
         return False
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
         return None
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
@@ -44,18 +44,18 @@ class Torch:
     problem: str
 
 
-def _torch() -> Torch:
-    if not _installed("torch"):
+def find_torch() -> Torch:
+    if not installed("torch"):
         return Torch(None, None, (), "torch is not installed")
     try:
         import torch
     except Exception as error:
-        return Torch(_version("torch"), None, (), f"torch does not load: {_one_line(error)}")
+        return Torch(package_version("torch"), None, (), f"torch does not load: {one_line(error)}")
     cuda = torch.version.cuda
     try:
         gpus = tuple(_gpu(torch, index) for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0))
     except Exception as error:
-        return Torch(torch.__version__, cuda, (), f"torch sees a GPU that does not work: {_one_line(error)}")
+        return Torch(torch.__version__, cuda, (), f"torch sees a GPU that does not work: {one_line(error)}")
     problem = ""
     if not gpus:
         problem = f"torch {torch.__version__} sees no CUDA GPU" + ("; it is a build without CUDA" if cuda is None else "")
@@ -82,7 +82,7 @@ def _run(*command: str) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
-def _driver() -> dict[str, Any]:
+def find_driver() -> dict[str, Any]:
     """The NVIDIA driver and its GPUs, from nvidia-smi; no torch needed."""
     listed = _run("nvidia-smi", "--query-gpu=name,driver_version,memory.total,compute_cap", "--format=csv,noheader,nounits")
     rows = [[field.strip() for field in line.split(",")] for line in (listed or "").splitlines()]
@@ -95,7 +95,7 @@ def _driver() -> dict[str, Any]:
     return {"version": rows[0][1], "cuda": cuda[1] if cuda else None, "gpus": gpus, "problem": ""}
 
 
-def _compiler() -> dict[str, str | None]:
+def find_compiler() -> dict[str, str | None]:
     """What compiling the kernel at first use needs."""
     home = os.environ.get("CUDA_HOME")
     return {
@@ -107,12 +107,12 @@ def _compiler() -> dict[str, str | None]:
     }
 
 
-def _providers(found: Torch) -> list[dict[str, Any]]:
+def find_providers(found: Torch) -> list[dict[str, Any]]:
     from convert.kernels.providers import CANDIDATES, probe
 
     if found.version is not None and not found.gpus:  # the same answer without importing a torch that may be broken
-        reasons = {c.name: found.problem if _installed(c.package) else f"{c.package} is not installed and {found.problem}" for c in CANDIDATES}
-        return [_provider(c.name, False, reasons[c.name], c.install, _version(c.package.replace("_", "-"))) for c in CANDIDATES]
+        reasons = {c.name: found.problem if installed(c.package) else f"{c.package} is not installed and {found.problem}" for c in CANDIDATES}
+        return [_provider(c.name, False, reasons[c.name], c.install, package_version(c.package.replace("_", "-"))) for c in CANDIDATES]
     return [_provider(r.name, r.available, r.reason, r.install, r.version) for r in probe()]
 
 
@@ -145,7 +145,7 @@ def advice(torch_version: str | None, torch_cuda: str | None, driver_cuda: str |
     return f"no sglang is known to go with torch {torch_version}: in a fresh environment, pip install '.[sglang]'; {compiles}"
 
 
-def _run_kernel() -> str:
+def run_kernel() -> str:
     """Let the kernel read a small random matrix back; what went wrong, or nothing."""
     import torch
 
@@ -161,5 +161,5 @@ def _run_kernel() -> str:
         read = next(read_back(load(), Matrix(words.cuda(), scales.cuda()), experts_a_call=2))[1]
         wrong = int((read.cpu() != expected).sum())
     except Exception as error:
-        return f"running it fails: {_one_line(error)}"
+        return f"running it fails: {one_line(error)}"
     return f"it reads {wrong} of {expected.numel()} weights wrongly" if wrong else ""

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -62,8 +63,8 @@ def bench_conversion(
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ["cp", *(variant.name for variant in chosen)]}
         for number in range(rounds):
             # each starts from the same state: source out of the cache, no output there
-            steps: list[tuple[str, Callable[[], dict[str, Any]]]] = [("cp", lambda: _copy(files, place / "copy"))]
-            steps += [(v.name, lambda v=v: _convert(source, place / "out", [*extra, *v.arguments])) for v in chosen]  # type: ignore[misc]
+            steps: list[tuple[str, Callable[[], dict[str, Any]]]] = [("cp", partial(_copy, files, place / "copy"))]
+            steps += [(v.name, partial(_convert, source, place / "out", [*extra, *v.arguments])) for v in chosen]
             for name, run in steps[number % len(steps) :] + steps[: number % len(steps)]:
                 if not in_memory:
                     _make_cold(files)

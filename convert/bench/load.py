@@ -39,7 +39,7 @@ def bench_load(out: Path, source: str | None, *, rank: int, rounds: int, threads
     """
     if not torch.cuda.is_available():
         raise MachineError("no CUDA GPU: loading cannot be measured here")
-    threads = threads or min(os.cpu_count() or 1, 16)
+    readers = threads or min(os.cpu_count() or 1, 16)
     shards = open_shards(out, rank)
     files = [out / shard.path for shard in shards.shards()]
     size = sum(path.stat().st_size for path in files)
@@ -49,7 +49,7 @@ def bench_load(out: Path, source: str | None, *, rank: int, rounds: int, threads
         say(f"{temperature}: {rounds} rounds")
         warm_ups = 1 if temperature == "warm" else 0
         for i in range(rounds + warm_ups):
-            found = _warm_limits(shards, files, threads) if temperature == "warm" else {DISK: _disk_rate(files, min(threads, DIRECT_THREADS))}
+            found = _warm_limits(shards, files, readers) if temperature == "warm" else {DISK: _disk_rate(files, min(readers, DIRECT_THREADS))}
             loads = {way: _one(out, rank, way[0], threads, files, temperature) for way in LIMITS if way[1] == temperature}
             if i >= warm_ups:
                 for name, rate in found.items():
@@ -59,14 +59,14 @@ def bench_load(out: Path, source: str | None, *, rank: int, rounds: int, threads
     rates = {name: statistics.median(found) for name, found in limits.items()}
     rows = [_row(f"ours, {way[0]}", way[1], size, found, min(LIMITS[way], key=lambda name: rates[name]), rates) for way, found in results.items()]
     if source is not None:
-        rows += _engine(source, out, rank, max(rounds // 3, 1), threads, say)
+        rows += _engine(source, out, rank, max(rounds // 3, 1), readers, say)
     return {
-        "rank": rank, "tp": shards.manifest.tp, "ep": shards.manifest.ep, "bytes": size, "threads": threads, "rounds": rounds, "limits": rates,
+        "rank": rank, "tp": shards.manifest.tp, "ep": shards.manifest.ep, "bytes": size, "threads": readers, "rounds": rounds, "limits": rates,
         "limits_all": limits, "rows": rows,
     }  # fmt: skip
 
 
-def _one(out: Path, rank: int, path: str, threads: int, files: Sequence[Path], temperature: str) -> dict[str, float]:
+def _one(out: Path, rank: int, path: str, threads: int | None, files: Sequence[Path], temperature: str) -> dict[str, float]:
     if temperature == "cold":
         evict(files)
         if resident(files) > 0.01:

@@ -112,6 +112,11 @@ def _finish(total: Tensor, experts: _Experts, expert: int, row_weights: Tensor |
     return out if row_weights is None else out * row_weights.to(dtype).unsqueeze(1)
 
 
+def _check_topk_weights(weights: Tensor, rows: int) -> None:
+    _require(weights.dtype == torch.float32, f"topk_weights is {weights.dtype}, not torch.float32")
+    _require(weights.numel() == rows, f"{weights.numel()} topk_weights for {rows} rows")
+
+
 def _check_weights(a: Tensor, experts: _Experts) -> None:
     """The shapes and types the kernel takes; ValueError otherwise."""
     size_k, size_n, kind = experts.size_k, experts.size_n, experts.kind
@@ -261,8 +266,7 @@ class ReferenceProvider:
         _check_weights(a, experts)
         rows = size_m * top_k
         if mul_topk_weights:
-            _require(topk_weights.dtype == torch.float32, f"topk_weights is {topk_weights.dtype}, not torch.float32")
-            _require(topk_weights.numel() == rows, f"{topk_weights.numel()} topk_weights for {rows} rows")
+            _check_topk_weights(topk_weights, rows)
         out = _output(a, c_or_none, (rows, size_n))
         named = _blocks(
             sorted_token_ids,

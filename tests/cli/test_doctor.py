@@ -90,8 +90,8 @@ def test_few_open_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 
 def test_a_missing_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    real = doctor._installed
-    monkeypatch.setattr(doctor, "_installed", lambda module: module != "xxhash" and real(module))
+    real = doctor.installed
+    monkeypatch.setattr(doctor, "installed", lambda module: module != "xxhash" and real(module))
     found = examine(tmp_path)
     for answer in (found.conversion, found.verification, found.kernel):
         assert not answer.ok
@@ -139,7 +139,7 @@ def test_a_driver_but_no_torch_for_it(tmp_path: Path) -> None:
 
 def gpu_machine(monkeypatch: pytest.MonkeyPatch, available: bool, capability: str = "9.0") -> None:
     """A machine with torch for CUDA 13 and a GPU, where a provider loads or not."""
-    monkeypatch.setattr(doctor, "_torch", lambda: Torch("2.13.0+cu130", "13.0", (H200 | {"capability": capability},), ""))
+    monkeypatch.setattr(doctor, "find_torch", lambda: Torch("2.13.0+cu130", "13.0", (H200 | {"capability": capability},), ""))
     reason = "" if available else "sglang is not installed"
     provider = {"name": "sglang.kernels", "available": available, "reason": reason, "install": "x", "version": None}
     monkeypatch.setattr(doctor, "_providers", lambda found: [provider])
@@ -149,11 +149,11 @@ def gpu_machine(monkeypatch: pytest.MonkeyPatch, available: bool, capability: st
 def test_with_a_gpu_and_the_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Command) -> None:
     gpu_machine(monkeypatch, True)
     assert examine(tmp_path).kernel == Answer(True, "sglang.kernels loads; doctor --kernel also runs it")
-    monkeypatch.setattr(doctor, "_run_kernel", lambda: "")
+    monkeypatch.setattr(doctor, "run_kernel", lambda: "")
     code, said, _ = command("doctor", tmp_path, "--kernel")
     assert code == 0
     assert said.splitlines()[-1] == "kernel check: yes: sglang.kernels ran and read every weight back"
-    monkeypatch.setattr(doctor, "_run_kernel", lambda: "it reads 5 of 9 weights wrongly")
+    monkeypatch.setattr(doctor, "run_kernel", lambda: "it reads 5 of 9 weights wrongly")
     code, said, _ = command("doctor", tmp_path, "--kernel")
     assert code == 4
     assert said.splitlines()[-1] == "kernel check: no: sglang.kernels loads, but it reads 5 of 9 weights wrongly"
