@@ -17,9 +17,7 @@ from convert.cli.options import json_option
 @click.option(
     "--rounds", type=click.IntRange(1), default=9, show_default=True, help="Warm rounds, and as many cold ones; of the engine's way a third as many."
 )
-@click.option(
-    "--threads", type=click.IntRange(1), help="Threads that read. [default: what load_rank takes; cores, at most 16, for limits and engine]"
-)
+@click.option("--threads", type=click.IntRange(1), help="Threads that read. [default: load_rank's own; for limits and engine the cores, at most 16]")
 @json_option
 def command(out: Path, source: str | None, rank: int, rounds: int, threads: int | None, as_json: bool) -> None:
     """One rank to the GPU, warm and cold, against the machine's limits and against what engines do today. Needs a GPU."""

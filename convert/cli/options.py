@@ -13,7 +13,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
 
 
-# generic from click 8.4 on, not before
+# generic in newer versions of click only
 class Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     """`1500M`, `2GiB` or plain bytes."""
 

@@ -142,7 +142,7 @@ def gpu_machine(monkeypatch: pytest.MonkeyPatch, available: bool, capability: st
     monkeypatch.setattr(doctor, "find_torch", lambda: Torch("2.13.0+cu130", "13.0", (H200 | {"capability": capability},), ""))
     reason = "" if available else "sglang is not installed"
     provider = {"name": "sglang.kernels", "available": available, "reason": reason, "install": "x", "version": None}
-    monkeypatch.setattr(doctor, "_providers", lambda found: [provider])
+    monkeypatch.setattr(doctor, "find_providers", lambda found: [provider])
 
 
 @pytest.mark.usefixtures("smi")
