@@ -115,6 +115,9 @@ def _row(
 
 
 def _warm(files: Sequence[Path]) -> None:
+    """Bring files into the page cache, unless every page is there."""
+    if resident(files) == 1:
+        return
     buffer = aligned_buffer(CHUNK)
     for path in files:
         with path.open("rb", buffering=0) as file:

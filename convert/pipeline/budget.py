@@ -16,7 +16,8 @@ from convert.planning.output import OutputPlan
 #: experts of a batch at most: at tp 8 of K2.6 that gives writes of 14, 1.75, 7 and 0.9 MiB
 BATCH = 8
 DEFAULT_MEMORY = 1536 << 20
-MEMORY_PER_THREAD = 384 << 20
+#: two experts of K2.6 at a time: more make nothing faster where there are many threads, and with few jobs all threads read, then all write
+MEMORY_PER_THREAD = 128 << 20
 
 
 @dataclass(frozen=True)

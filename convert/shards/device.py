@@ -36,7 +36,7 @@ READ_ONLY = 8
 #: bytes registered at a time
 REGISTER = 128 << 20
 #: how far the pages lie apart that are looked at to see whether a file is in the page cache
-SAMPLE = 16 << 20
+SAMPLE = 64 << 20
 #: threads that read at most, from the page cache and from a disk: an H200 machine was no faster with more
 THREADS = 12
 DIRECT_THREADS = 8
@@ -106,7 +106,7 @@ def load_shards(
 
 def _cached(shards: Shards, chosen: Sequence[Shard]) -> bool:
     """Whether most of the files lies in the page cache, by a sample of their pages."""
-    sample = [resident_pages(shards.mapping(shard), at, 16 * PAGE) for shard in chosen for at in range(0, shard.size, SAMPLE)]
+    sample = [resident_pages(shards.mapping(shard), at, 4 * PAGE) for shard in chosen for at in range(0, shard.size, SAMPLE)]
     return bool(np.concatenate(sample).mean() > 0.5) if sample else True
 
 

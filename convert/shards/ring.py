@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from threading import Thread
@@ -51,16 +51,7 @@ class PinnedRing:
 
         def work(first: int) -> None:
             try:
-                torch.cuda.set_stream(torch.cuda.Stream())  # of this thread
-                slots = cycle([(buffer, buffer.numpy().data, torch.cuda.Event()) for buffer in buffers[first : first + 2]])
-                while (part := _taken(left)) is not None:
-                    buffer, view, free = next(slots)
-                    if not free.query():
-                        free.synchronize()
-                    length = part.target.numel()
-                    _fill(view[:length], part)
-                    part.target.copy_(buffer[:length], non_blocking=True)
-                    free.record()
+                self._work(left, buffers[first : first + 2])
             except BaseException as error:
                 failures.append(error)
                 left.clear()
@@ -76,6 +67,20 @@ class PinnedRing:
         torch.cuda.synchronize()
         if failures:
             raise failures[0]
+
+    def _work(self, left: deque[Part], buffers: Sequence[Tensor]) -> None:
+        torch.cuda.set_stream(torch.cuda.Stream())  # of this thread
+        slots = cycle([(buffer, buffer.numpy().data, torch.cuda.Event()) for buffer in buffers])
+        # the caller may be in inference mode, which is a thread's own, and then only there the targets may be written to; others may be anywhere
+        with torch.inference_mode():
+            while (part := _taken(left)) is not None:
+                buffer, view, free = next(slots)
+                if not free.query():
+                    free.synchronize()
+                length = part.target.numel()
+                _fill(view[:length], part)
+                part.target.copy_(buffer[:length], non_blocking=True)
+                free.record()
 
 
 def _taken(left: deque[Part]) -> Part | None:

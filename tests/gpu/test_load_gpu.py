@@ -46,9 +46,12 @@ def test_every_byte_arrives(converted: Path, path: str, threads: int, monkeypatc
         assert torch.equal(found.cpu().contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
 
 
-def test_shards_to_a_device(converted: Path) -> None:
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+def test_shards_to_a_device(converted: Path, path: str, inference: bool) -> None:
     shards = open_shards(converted, 0)
-    tensors = shards.to("cuda", ["layer-000"])
+    with torch.inference_mode(inference):
+        tensors = shards.to("cuda", ["layer-000"], path)
     name = next(name for name in tensors if name.endswith("w2_weight_packed"))
     assert torch.equal(tensors[name].cpu(), shards.tensors(["layer-000"])[name])
 
