@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-
-from convert.files import PAGE
 
 
 @cache
@@ -22,10 +22,18 @@ def _mincore() -> Callable[[int, int, int], int] | None:
     return function
 
 
+def can_tell(path: Path) -> bool:
+    """Whether the system says what of a file is in the page cache: Linux tells only its owner and who may write to it, and lets others believe that
+    all of it is."""
+    return _mincore() is not None and (os.stat(path).st_uid == os.geteuid() or os.access(path, os.W_OK))
+
+
 def resident_pages(mapped: mmap.mmap, offset: int, size: int) -> npt.NDArray[np.bool_]:
-    """Which of the pages of a mapped file from `offset` (of a page) are in the page cache, by mincore; all of them where there is no such call."""
-    part = np.frombuffer(mapped, np.uint8)[offset : offset + size]
-    flags = np.ones(-(-part.size // PAGE), np.uint8)
-    if (mincore := _mincore()) is not None and mincore(part.ctypes.data, part.size, flags.ctypes.data):
+    """Which of the pages of a mapped file from `offset` (of a page) are in the page cache, by mincore; for files of which it can be told."""
+    mincore, part = _mincore(), np.frombuffer(mapped, np.uint8)[offset : offset + size]
+    flags = np.zeros(-(-part.size // mmap.PAGESIZE), np.uint8)
+    failed = mincore is None or mincore(part.ctypes.data, part.size, flags.ctypes.data)
+    del part  # a mapping cannot be closed while it is in use
+    if failed:
         raise OSError(ctypes.get_errno(), "mincore")
     return (flags & 1).astype(np.bool_)

@@ -67,10 +67,11 @@ def plan_reads(pieces: list[Piece]) -> ReadPlan:
     return ReadPlan(tuple(runs), tuple(places), size)
 
 
-class _OpenFile:
-    """A file that is being read: an ordinary descriptor, and a direct one where that works."""
+class OpenFile:
+    """A file that is being read, from any number of threads: an ordinary descriptor, and a direct one where that works."""
 
-    def __init__(self, path: Path, name: str, direct: bool) -> None:
+    def __init__(self, path: Path, direct: bool) -> None:
+        self.path = path
         try:
             self.plain = os.open(path, os.O_RDONLY)
             self.direct = open_direct(path, os.O_RDONLY) if direct else None
@@ -81,9 +82,39 @@ class _OpenFile:
         self.users = 0
 
     def close(self) -> None:
+        """Nobody may be reading any more."""
         os.close(self.plain)
         if self.direct is not None:
             os.close(self.direct)
+
+    def fill(self, target: memoryview, offset: int, needed: int) -> int:
+        """Read at least `needed` bytes from `offset` into `target`; returns how many came, fewer only where the file ends. With a direct descriptor
+        offset, `target` and its length are whole pages. Raises MachineError."""
+        descriptor = self.plain if self.direct is None else self.direct
+        done = 0
+        while done < needed:
+            try:
+                got = os.preadv(descriptor, [target[done:]], offset + done)
+            except OSError as error:
+                if descriptor != self.plain:  # direct reads opened but do not work here (some overlay file systems): the ordinary way does
+                    descriptor = self.plain
+                    continue
+                raise machine_error(f"reading {self.path}", error) from error
+            if got == 0:
+                break
+            done += got
+            if done < needed and done % PAGE:
+                descriptor = self.plain  # a short direct read leaves an unaligned rest
+        return done
+
+
+def read_bytes(path: Path, offset: int, size: int) -> npt.NDArray[np.uint8]:
+    """Some bytes of a file. Fewer come where it ends before. Raises MachineError, where a mapping of it would end the process."""
+    buffer, file = np.empty(size, np.uint8), OpenFile(path, direct=False)
+    try:
+        return buffer[: file.fill(buffer.data, offset, size)]
+    finally:
+        file.close()
 
 
 class PieceReader:
@@ -92,7 +123,7 @@ class PieceReader:
     def __init__(self, path_of: Callable[[str], Path], direct: bool = True) -> None:
         self._path_of = path_of
         self._direct = direct
-        self._open: dict[str, _OpenFile] = {}
+        self._open: dict[str, OpenFile] = {}
         self._lock = Lock()
 
     def open_files(self, files: Iterable[str]) -> None:
@@ -102,7 +133,7 @@ class PieceReader:
             with self._lock:
                 for name in files:
                     if name not in self._open:
-                        self._open[name] = _OpenFile(self._path_of(name), name, self._direct)
+                        self._open[name] = OpenFile(self._path_of(name), self._direct)
                     self._open[name].users += 1
                     opened.append(name)
         except BaseException:
@@ -126,21 +157,9 @@ class PieceReader:
             self._read_run(run, view[run.at : run.at + run.length])
 
     def _read_run(self, run: Run, target: memoryview) -> None:
-        file = self._open[run.file]
-        descriptor = file.plain if file.direct is None else file.direct
-        done, needed = 0, run.used - run.offset
-        while done < needed:
-            try:
-                got = os.preadv(descriptor, [target[done:]], run.offset + done)
-            except OSError as error:
-                if descriptor != file.plain:  # direct reads opened but do not work here (some overlay file systems): the ordinary way does
-                    descriptor = file.plain
-                    continue
-                raise machine_error(f"reading {run.file}", error) from error
-            if got == 0:
-                raise SourceError(f"{run.file} ends at byte {run.offset + done}, before its tensors do: it was changed while being read")
-            done += got
-            if done < needed and done % PAGE:
-                descriptor = file.plain  # a short direct read leaves an unaligned rest
+        file, needed = self._open[run.file], run.used - run.offset
+        done = file.fill(target, run.offset, needed)
+        if done < needed:
+            raise SourceError(f"{run.file} ends at byte {run.offset + done}, before its tensors do: it was changed while being read")
         if file.direct is None:
             drop_cache(file.plain, run.offset, run.length)

@@ -6,7 +6,6 @@ permutation in torch, into preallocated tensors. For expert parallelism only the
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from convert.layout.protocol import ExpertShape
 from convert.layout.scales import GROUPED
 from convert.planning.rules import expert_tensors
 from convert.planning.topology import Topology
-from convert.reads import Piece, Run, plan_reads
+from convert.reads import OpenFile, Piece, Run, plan_reads
 from convert.shards.ring import PinnedRing
 
 
@@ -76,12 +75,12 @@ def _places(source: Source, names: Sequence[str], pieces: Sequence[Piece], place
 
 
 def _read_and_copy(source: Source, runs: Sequence[Run], device: Tensor, ring: PinnedRing) -> None:
-    files = {name: os.open(source.path(name), os.O_RDONLY) for name in {run.file for run in runs}}
+    files = {name: OpenFile(source.path(name), direct=False) for name in {run.file for run in runs}}
     try:
-        ring.copy(part for run in runs for part in ring.parts(files[run.file], run.offset, device[run.at : run.at + run.used - run.offset], run.file))
+        ring.copy(part for run in runs for part in ring.parts(files[run.file], run.offset, device[run.at : run.at + run.used - run.offset]))
     finally:
-        for descriptor in files.values():
-            os.close(descriptor)
+        for file in files.values():
+            file.close()
 
 
 def _repack(device: Tensor, places: dict[str, int], prefix: str, owned: range, shape: ExpertShape, index: int, provider: Provider) -> None:

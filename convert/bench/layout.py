@@ -1,4 +1,7 @@
-"""`bench layout`: GB/s a core of the layout functions, against memcpy and hashing in the same run."""
+"""`bench layout`: GB/s a core of the layout functions, against memcpy and hashing in the same run.
+
+`repack and check` is what a conversion runs: words and scales repacked, inverted and compared, part by part. It returns where they differ.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import numpy as np
 from convert.buffers import aligned_buffer
 from convert.files import digest
 from convert.layout import marlin
+from convert.layout.moves import Moves
 from convert.layout.rows import Rows
 
 #: [out, in] of the slices that one rank of eight gets, and of the whole matrices
@@ -40,6 +44,7 @@ def _shape(name: str, n: int, k: int, rounds: int, hot: bool) -> list[dict[str, 
     weight_bytes, scale_bytes = count * n * k // 2, count * n * k // GROUP * 2
     jobs: list[tuple[str, int, Callable[..., object], list[tuple[Any, ...]]]] = [
         ("repack", weight_bytes, marlin.pack_rows, [(p, w) for p, w, _, _ in rows]),
+        ("repack and check", weight_bytes + scale_bytes, Moves.pack, [(Moves([(p, w)], [(s, m)], GROUP, [k]), True) for p, w, s, m in rows]),
         ("inverse and compare", weight_bytes, marlin.wrong_row, [(w, p) for p, w, _, _ in rows]),
         ("scales", scale_bytes, marlin.pack_scale_rows, [(s, m, GROUP, k) for _, _, s, m in rows]),
         ("scales, inverse and compare", scale_bytes, marlin.wrong_scale, [(m, s, GROUP, k) for _, _, s, m in rows]),

@@ -19,6 +19,7 @@ from convert.checkpoint.source import open_source
 from convert.errors import MachineError
 from convert.files import open_direct
 from convert.kernels.providers import load as load_provider
+from convert.page_cache import can_tell
 from convert.planning.topology import Topology
 from convert.shards.device import DIRECT_THREADS, REGISTER, flat_bytes, load_rank, register, unregister
 from convert.shards.reader import Shards, open_shards
@@ -43,17 +44,20 @@ def bench_load(out: Path, source: str | None, *, rank: int, rounds: int, threads
     shards = open_shards(out, rank)
     files = [out / shard.path for shard in shards.shards()]
     size = sum(path.stat().st_size for path in files)
-    limits: dict[str, list[float]] = {PINNED: [], CACHE: [], REGISTERING: [], DISK: []}
-    results: dict[tuple[str, str], list[dict[str, float]]] = {way: [] for way in LIMITS}
+    ways = [way for way in LIMITS if way[0] != "mapped" or _can_register(shards)]
+    limits: dict[str, list[float]] = {}
+    results: dict[tuple[str, str], list[dict[str, float]]] = {way: [] for way in ways}
     for temperature in ("warm", "cold"):
         say(f"{temperature}: {rounds} rounds")
         warm_ups = 1 if temperature == "warm" else 0
         for i in range(rounds + warm_ups):
-            found = _warm_limits(shards, files, readers) if temperature == "warm" else {DISK: _disk_rate(files, min(readers, DIRECT_THREADS))}
-            loads = {way: _one(out, rank, way[0], threads, files, temperature) for way in LIMITS if way[1] == temperature}
+            found = _warm_limits(files, readers) if temperature == "warm" else {DISK: _disk_rate(files, min(readers, DIRECT_THREADS))}
+            if ("mapped", temperature) in ways and temperature == "warm":
+                found[REGISTERING] = _register_rate(shards)
+            loads = {way: _one(out, rank, way[0], threads, files, temperature) for way in ways if way[1] == temperature}
             if i >= warm_ups:
                 for name, rate in found.items():
-                    limits[name].append(rate)
+                    limits.setdefault(name, []).append(rate)
                 for way, seconds in loads.items():
                     results[way].append(seconds)
     rates = {name: statistics.median(found) for name, found in limits.items()}
@@ -116,7 +120,7 @@ def _row(
 
 def _warm(files: Sequence[Path]) -> None:
     """Bring files into the page cache, unless every page is there."""
-    if resident(files) == 1:
+    if all(can_tell(path) for path in files) and resident(files) == 1:
         return
     buffer = aligned_buffer(CHUNK)
     for path in files:
@@ -125,7 +129,7 @@ def _warm(files: Sequence[Path]) -> None:
                 pass
 
 
-def _warm_limits(shards: Shards, files: Sequence[Path], threads: int) -> dict[str, float]:
+def _warm_limits(files: Sequence[Path], threads: int) -> dict[str, float]:
     """GB/s of what a load from the page cache is made of."""
     size = 1 << 30
     host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -136,19 +140,31 @@ def _warm_limits(shards: Shards, files: Sequence[Path], threads: int) -> dict[st
     torch.cuda.synchronize()
     copy = time.perf_counter() - begin
     _warm(files)
-    return {PINNED: size / copy / 1e9, CACHE: _read_rate(files, threads, False), REGISTERING: _register_rate(shards)}
+    return {PINNED: size / copy / 1e9, CACHE: _read_rate(files, threads, False)}
 
 
 def _register_rate(shards: Shards) -> float:
-    """One thread, in pieces as `load_rank` does it, nothing copied; a new mapping, since registering also makes its page tables."""
+    """One thread, in pieces as `load_rank` does it, nothing copied; a new mapping, since registering also makes its page tables. Raises MachineError
+    where the driver cannot."""
+    registered: list[int] = []
     with open_shards(shards.out, shards.rank) as fresh:
         flats = [flat_bytes(fresh.mapping(shard)) for shard in fresh.shards()]
         parts = [part for flat in flats for part in flat.split(REGISTER)]
         begin = time.perf_counter()
-        for part in parts:
-            register(part)
-        unregister([part.data_ptr() for part in parts])
+        try:
+            for part in parts:
+                register(part)
+                registered.append(part.data_ptr())
+        finally:
+            unregister(registered)
         return sum(flat.numel() for flat in flats) / (time.perf_counter() - begin) / 1e9
+
+
+def _can_register(shards: Shards) -> bool:
+    try:
+        return _register_rate(shards) > 0
+    except MachineError:
+        return False
 
 
 def _disk_rate(files: Sequence[Path], threads: int) -> float:

@@ -34,23 +34,20 @@ class Moves:
 
     def pack(self, check: bool = False) -> Wrong | None:
         """Fill the Marlin sides. With `check` each is inverted and compared with its source, and the first that differs returned."""
-        table = _table(self.word_pairs, 1, marlin.TILE_N)
+        table, at = _table(self.word_pairs, 1, marlin.TILE_N), -1
         if table is not None:
             at = words.pack_table(*table, check)
         else:
-            at = -1
             for source, target in self.word_pairs:
                 marlin.pack_rows(source, target)
-        if check and (wrong := _judge(table, at, self._wrong_words())) is not None:
-            return wrong
-        table = self._scale_table()
+        wrong = _judge(table, at, self._wrong_words()) if check else None
+        table, at = self._scale_table(), -1
         if table is not None:
             at = scales.pack_scale_table(*table, check)
         else:
-            at = -1
             for (source, target), size_k in zip(self.scale_pairs, self.size_k, strict=True):
                 marlin.pack_scale_rows(source, target, self.group_size, size_k)
-        return _judge(table, at, self._wrong_scales()) if check else None
+        return wrong or (_judge(table, at, self._wrong_scales()) if check else None)
 
     def mismatch(self) -> Wrong | None:
         """The first slice whose inverse differs from its source, and where; None where there is none."""
@@ -109,8 +106,10 @@ def _table(pairs: Sequence[Pair], per_word: int, unit: int) -> tuple[Flat, Flat,
 
 
 def _cut(whole: Table, unit: int) -> Table:
-    """Slices in parts of at most SPAN bytes of source and of whole `unit`s of rows, in the order of the source. The last column is how many words of
-    the Marlin side's rows a slice has: outputs are rows of the source and columns there."""
+    """Slices in parts of at most SPAN bytes of source and of whole `unit`s of rows, in the order of the source.
+
+    The last column is how many words a slice has in each row of the Marlin side: outputs are rows of the source and columns there.
+    """
     stride, rows = whole[:, 1], whole[:, 2]
     step = np.maximum(SPAN // (8 * stride) // unit * unit, unit)
     parts = -(-rows // step)
@@ -119,4 +118,27 @@ def _cut(whole: Table, unit: int) -> Table:
     table[:, 0] += first * table[:, 1]
     table[:, 4] += first * table[:, 7] // table[:, 2]
     table[:, 2] = np.minimum(np.repeat(step, parts), table[:, 2] - first)
-    return np.ascontiguousarray(table[np.argsort(table[:, 0], kind="stable")])
+    table = np.ascontiguousarray(table[np.argsort(table[:, 0], kind="stable")])
+    require_all_once(whole, table)
+    return table
+
+
+def require_all_once(whole: Table, table: Table) -> None:
+    """Raise ValueError unless the parts are all of each slice and no two of them write to one place.
+
+    Parts are checked one by one, right after each is made, so a part that is missing, or that another one overwrites later, must not be possible.
+    """
+    if (np.bincount(table[:, 6], weights=table[:, 2], minlength=len(whole)) != whole[:, 2]).any():
+        raise ValueError("the parts of a slice are not all of it")
+    rows = whole[table[:, 6], 2]
+    by_place = table[np.argsort(table[:, 4], kind="stable")]
+    width = table[:, 2] * table[:, 7] // rows
+    width = width[np.argsort(table[:, 4], kind="stable")]
+    begin, stride = by_place[:, 4], by_place[:, 5]
+    reach = np.maximum.accumulate(begin + (by_place[:, 3] - 1) * stride + width)
+    alone = np.concatenate(([True], begin[1:] >= reach[:-1]))  # begins behind all that came before
+    group = np.cumsum(alone) - 1
+    first = begin[alone][group]
+    beside = alone | np.concatenate(([True], (begin[1:] >= begin[:-1] + width[:-1]) & (stride[1:] == stride[:-1])))
+    if not beside.all() or (begin + width > first + stride).any():
+        raise ValueError("two slices would be written to one place")

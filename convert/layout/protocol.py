@@ -61,7 +61,8 @@ class Moves(Protocol):
     """A batch of slices on its way into the stacked tensors."""
 
     def pack(self, check: bool = False) -> tuple[int, str] | None:
-        """Fill the stacked side. With `check`, invert and compare with the source too; returns what `mismatch` would."""
+        """Fill the stacked side. With `check`, invert each piece and compare it with its source right after, and return the first slice that differs
+        and where; without, and where none differs, None."""
 
     def mismatch(self) -> tuple[int, str] | None:
         """The first slice whose inverse is not its source, and where it differs; None where there is none."""

@@ -171,6 +171,7 @@ def first_wrong_word(marlin: Flat, m_base: int, m_stride: int, size_n: int, k_ti
                     for k in range(run):
                         if source[base + n * s_stride + k] != rows[n * run + k]:
                             return (block + n) * k_tiles + first + k
+                return block * k_tiles + first  # it differed and does not when it is read again: memory that errs
     return -1
 
 

@@ -124,13 +124,15 @@ class ExpertJob:
             raise SourceError(f"{name} in {file} says {list(found)}, but weight_packed has the shape of {list(expected)}")
 
     def _write(self, outputs: Outputs) -> None:
-        work, left = self.work, dict(outputs)
+        work, left = self.work, set(self.ranks)
+        first = self.first - work.plan.topology.expert_range(self.ranks[0], work.plan.experts).start
         while left:
             # most file systems let one thread at a time write to a file: whichever is free comes next
-            rank, name = min(left, key=lambda place: work.files[place[0]].writers)
-            _, data = left.pop((rank, name))
-            first = self.first - work.plan.topology.expert_range(rank, work.plan.experts).start
-            work.files[rank].write(data, work.unit.offset(name) + first * (data.size // self.count))
+            rank = min(left, key=lambda rank: work.files[rank].writers)
+            left.remove(rank)
+            for tensor in work.unit.stacked:
+                _, data = outputs[rank, tensor.name]
+                work.files[rank].write(data, work.unit.offset(tensor.name) + first * (data.size // self.count))
 
 
 def expert_bytes(tensor: StackedTensor) -> int:

@@ -11,7 +11,9 @@ import numpy.typing as npt
 
 from convert.checkpoint.source import Source
 from convert.errors import OutputError, UsageError
+from convert.pipeline.expert_job import expert_bytes
 from convert.planning.output import OutputPlan, OutputUnit
+from convert.reads import read_bytes
 
 Check = Callable[[OutputUnit], None]
 
@@ -45,7 +47,7 @@ def kernel_check(source: Source, plan: OutputPlan, out: Path, device: str = "cud
             tp=plan.topology.tp,
             ep=plan.topology.ep,
             ranks=plan.ranks,
-            stored=lambda rank, name: _mapped(out / plan.path(unit, rank), unit, name),
+            stored=lambda rank, name, begin, count: _stored(out / plan.path(unit, rank), unit, name, begin, count),
             path=lambda rank: plan.path(unit, rank),
         )
         report = KernelReport()
@@ -57,7 +59,10 @@ def kernel_check(source: Source, plan: OutputPlan, out: Path, device: str = "cud
     return check
 
 
-def _mapped(path: Path, unit: OutputUnit, name: str) -> npt.NDArray[np.generic]:
-    """A stacked tensor of a file that is whole, before there is a manifest to open the folder by."""
-    stacked = next(tensor for tensor in unit.stacked if tensor.name == name)
-    return np.memmap(path, np.int32 if stacked.dtype == "I32" else np.uint16, "r", unit.offset(name), stacked.shape)
+def _stored(path: Path, unit: OutputUnit, name: str, begin: int, count: int) -> npt.NDArray[np.uint8]:
+    """Some experts of a stacked tensor in a file that is whole, before there is a manifest to open the folder by."""
+    size = expert_bytes(next(tensor for tensor in unit.stacked if tensor.name == name))
+    found = read_bytes(path, unit.offset(name) + begin * size, count * size)
+    if found.size < count * size:
+        raise OutputError(f"{path} ended before {name} did, while it was being read; run the same command again")
+    return found

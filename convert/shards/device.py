@@ -13,6 +13,7 @@ import os
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,8 +21,9 @@ import torch
 from torch import Tensor
 
 from convert.errors import MachineError, UsageError
-from convert.files import PAGE, open_direct
-from convert.page_cache import resident_pages
+from convert.files import PAGE
+from convert.page_cache import can_tell, resident_pages
+from convert.reads import OpenFile
 from convert.shards.manifest import FusedTensor, Shard, StoredTensor
 from convert.shards.reader import Shards, open_shards
 from convert.shards.ring import CACHED, DIRECT, Part, PinnedRing
@@ -48,6 +50,7 @@ class LoadedRank:
 
     tensors: dict[str, Tensor]
     path: str
+    threads: int = 1
     bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -74,15 +77,14 @@ def load_shards(
 ) -> LoadedRank:
     """Bring a rank (or some units of it, such as `layer-001`) to a device.
 
-    `path` is one of PATHS, `threads` how many read for ring and direct. Raises OutputError for damaged files, UsageError for an unknown rank, unit or
-    path, MachineError where CUDA fails.
+    `path` is one of PATHS, `threads` how many read for ring and direct. On return all is there, whatever the stream. Raises OutputError for damaged
+    files, UsageError for an unknown rank, unit or path, MachineError where CUDA or the disk fails.
     """
     chosen = [shard for shard in shards.shards() if units is None or shard.unit in units]
     if units is not None and len(chosen) != len(set(units)):
         raise UsageError(f"{shards.out} has no {sorted(set(units) - {shard.unit for shard in chosen})[0]} on rank {shards.rank}")
     if path not in PATHS:
         raise UsageError(f"path {path}: choose one of {', '.join(PATHS)}")
-    threads = threads or min(os.cpu_count() or 1, THREADS)
     begin = time.perf_counter()
     if torch.device(device).type == "cpu":
         return LoadedRank(host_tensors(shards, units), "host")
@@ -90,13 +92,15 @@ def load_shards(
         shards.mapping(shard)  # checks size and identity before anything is copied
     if path == "auto":
         path = "ring" if _cached(shards, chosen) else "direct"
-    loaded = LoadedRank({}, path)
-    targets = {shard.path: torch.empty(shard.size, dtype=torch.uint8, device=device) for shard in chosen}
-    loaded.seconds["open"] = time.perf_counter() - begin
-    if path == "mapped":
-        _copy_mapped(shards, chosen, targets, loaded)
-    else:
-        _copy_ring(shards, chosen, targets, threads, loaded)
+    best = {"ring": THREADS, "direct": DIRECT_THREADS, "mapped": 1}[path]
+    loaded = LoadedRank({}, path, 1 if path == "mapped" else threads or min(os.cpu_count() or 1, best))
+    try:
+        with torch.cuda.device(device):
+            targets = {shard.path: torch.empty(shard.size, dtype=torch.uint8, device="cuda") for shard in chosen}
+            loaded.seconds["open"] = time.perf_counter() - begin
+            (_copy_mapped if path == "mapped" else _copy_ring)(shards, chosen, targets, loaded)
+    except RuntimeError as error:
+        raise MachineError(f"CUDA failed while rank {shards.rank} was being loaded: {error}") from error
     for shard in chosen:
         loaded.tensors |= _views(shard, targets[shard.path])
     loaded.bytes = sum(shard.size for shard in chosen)
@@ -105,8 +109,12 @@ def load_shards(
 
 
 def _cached(shards: Shards, chosen: Sequence[Shard]) -> bool:
-    """Whether most of the files lies in the page cache, by a sample of their pages."""
-    sample = [resident_pages(shards.mapping(shard), at, 4 * PAGE) for shard in chosen for at in range(0, shard.size, SAMPLE)]
+    """Whether most of the files lies in the page cache, by a sample of their pages; True where the system does not tell. Not the first pages of a
+    file: they have just been read for its header."""
+    if not all(can_tell(shards.out / shard.path) for shard in chosen):
+        return True
+    places = [(shard, at) for shard in chosen for at in range(min(SAMPLE, shard.size) // 2 // PAGE * PAGE, shard.size, SAMPLE)]
+    sample = [resident_pages(shards.mapping(shard), at, 4 * PAGE) for shard, at in places]
     return bool(np.concatenate(sample).mean() > 0.5) if sample else True
 
 
@@ -159,6 +167,8 @@ def register(part: Tensor) -> float:
     """Make the GPU able to copy straight from (part of) a read-only mapping; returns the seconds. Raises MachineError where the driver cannot."""
     begin = time.perf_counter()
     if int(torch.cuda.cudart().cudaHostRegister(part.data_ptr(), part.numel(), READ_ONLY)):
+        with suppress(RuntimeError):  # the next kernel would report this failure as its own
+            torch.zeros(1, device="cuda")
         raise MachineError("this driver cannot register a read-only mapping (cudaHostRegisterReadOnly); use the path ring")
     return time.perf_counter() - begin
 
@@ -169,21 +179,20 @@ def unregister(addresses: Sequence[int]) -> None:
         torch.cuda.cudart().cudaHostUnregister(address)
 
 
-def _copy_ring(shards: Shards, chosen: Sequence[Shard], targets: dict[str, Tensor], threads: int, loaded: LoadedRank) -> None:
+def _copy_ring(shards: Shards, chosen: Sequence[Shard], targets: dict[str, Tensor], loaded: LoadedRank) -> None:
     begin = time.perf_counter()
-    ring = PinnedRing(min(threads, DIRECT_THREADS), DIRECT) if loaded.path == "direct" else PinnedRing(threads, CACHED)
+    direct = loaded.path == "direct"
+    ring = PinnedRing(loaded.threads, DIRECT if direct else CACHED)
     loaded.seconds["pin"] = time.perf_counter() - begin
     begin = time.perf_counter()
+    files: list[OpenFile] = []
     parts: list[Part] = []
-    opened: list[int] = []
     try:
         for shard in chosen:
-            where = shards.out / shard.path
-            descriptor = open_direct(where, os.O_RDONLY) if loaded.path == "direct" else None
-            opened.append(os.open(where, os.O_RDONLY) if descriptor is None else descriptor)
-            parts += ring.parts(opened[-1], 0, targets[shard.path], shard.path)
+            files.append(OpenFile(shards.out / shard.path, direct))
+            parts += ring.parts(files[-1], 0, targets[shard.path])
         ring.copy(parts)
     finally:
-        for descriptor in opened:
-            os.close(descriptor)
+        for file in files:
+            file.close()
     loaded.seconds["copy"] = time.perf_counter() - begin

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from convert.checkpoint.header import parse_header
 from convert.errors import OutputError, UsageError
+from convert.reads import read_bytes
 from convert.shards.format import is_filler
 from convert.shards.manifest import FusedTensor, Manifest, Shard, StoredTensor, read_manifest
 
@@ -70,6 +71,17 @@ class Shards:
             raise UsageError(f"rank {self.rank} owns the experts {first} to {first + stacked.shape[0] - 1}, not {expert}")
         one: Array = stacked[expert - first]
         return one
+
+    def read(self, name: str, begin: int, count: int) -> npt.NDArray[np.uint8]:
+        """The bytes of rows `begin` to `begin + count` of a tensor's first dimension, read and not mapped: an error of the disk is an exception here,
+        where touching a mapping would end the process. Raises OutputError where the file is short, MachineError where it cannot be read."""
+        shard, tensor = self._where[name]
+        self.mapping(shard)  # sees that it is the right file
+        row = tensor.size // tensor.shape[0]
+        found = read_bytes(self.out / shard.path, tensor.offset + begin * row, count * row)
+        if found.size < count * row:
+            raise OutputError(f"{self.out / shard.path} ended before {name} did, while it was being read; run verify")
+        return found
 
     def tensors(self, units: Sequence[str] | None = None) -> dict[str, Tensor]:
         """Torch tensors over the mapping, nothing copied, fused views included; read-only. Needs torch."""
@@ -133,10 +145,13 @@ class Shards:
         self._maps.clear()  # views may outlive the block: each map goes with its last one
 
 
-def open_shards(out: str | os.PathLike[str], rank: int | None = 0) -> Shards:
-    """Open a rank of a converted folder (None: common/). Raises OutputError, or UsageError for a rank that is not there."""
+def open_shards(out: str | os.PathLike[str], rank: int | None = 0, manifest: Manifest | None = None) -> Shards:
+    """Open a rank of a converted folder (None: common/); its manifest is read unless it is given.
+
+    Raises OutputError, or UsageError for a rank that is not there.
+    """
     folder = Path(out)
-    manifest = read_manifest(folder)
+    manifest = manifest or read_manifest(folder)
     if rank is not None and rank not in manifest.ranks:
         raise UsageError(f"{out} has no rank {rank}; it has {', '.join(map(str, manifest.ranks))}")
     shards = [shard for shard in manifest.shards if shard.rank == rank]

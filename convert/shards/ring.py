@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from threading import Thread
+from threading import Event, Thread
 
 import torch
 from torch import Tensor
 
 from convert.errors import MachineError
+from convert.reads import OpenFile
 
 #: bytes of a buffer for reads from the page cache, and for reads from the disk
 CACHED, DIRECT = 8 << 20, 16 << 20
@@ -20,13 +20,11 @@ CACHED, DIRECT = 8 << 20, 16 << 20
 
 @dataclass(frozen=True)
 class Part:
-    """Bytes from `offset` of an open file to `target`, at most a buffer of them; `name` is for messages. Where the file was opened for direct reads,
-    offset and size are whole pages."""
+    """Bytes from `offset` of a file to `target`, at most a buffer of them. Where the file is read directly, offset and size are whole pages."""
 
-    descriptor: int
+    file: OpenFile
     offset: int
     target: Tensor
-    name: str
 
 
 class PinnedRing:
@@ -37,50 +35,70 @@ class PinnedRing:
         self.size = size
         self._memory = torch.empty(2 * threads * size, dtype=torch.uint8, pin_memory=True)
 
-    def parts(self, descriptor: int, offset: int, target: Tensor, name: str) -> list[Part]:
+    def parts(self, file: OpenFile, offset: int, target: Tensor) -> list[Part]:
         """A stretch of a file in parts that fit a buffer; `target` is flat bytes."""
-        return [Part(descriptor, offset + at, target[at : at + self.size], name) for at in range(0, target.numel(), self.size)]
+        return [Part(file, offset + at, target[at : at + self.size]) for at in range(0, target.numel(), self.size)]
 
     def copy(self, parts: Iterable[Part]) -> None:
-        """Copy all and wait for it. Raises MachineError where a file ends early, OSError where it cannot be read.
+        """Copy all, to one device, and wait for it. Raises MachineError where a file ends early or cannot be read, RuntimeError where CUDA fails.
 
         Per part the interpreter's lock is let go of for the read and for the copy only: with many threads, each time costs more than the calls do.
         """
         left, failures = deque(parts), list[BaseException]()
+        if not left:
+            return
+        device = left[0].target.device
+        # what the caller's stream still does with this memory comes first: it may have belonged to another tensor a moment ago
+        ready = torch.cuda.current_stream(device).record_event()
         buffers = self._memory.split(self.size)
 
-        def work(first: int) -> None:
+        def work(first: int, ended: Event) -> None:
             try:
-                self._work(left, buffers[first : first + 2])
+                _work(left, buffers[first : first + 2], device, ready)
             except BaseException as error:
                 failures.append(error)
                 left.clear()
+            finally:
+                ended.set()
 
-        threads = [Thread(target=work, args=(2 * i,)) for i in range(min(self.threads, len(left)))]
+        begun: list[Event] = []
         try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        finally:
-            left.clear()  # an interrupt ends the threads too
-        torch.cuda.synchronize()
+            for i in range(min(self.threads, len(left))):
+                ended = Event()
+                Thread(target=work, args=(2 * i, ended), daemon=True).start()
+                begun.append(ended)
+            for ended in begun:
+                ended.wait()
+        finally:  # after an interrupt too: files and memory are in use until the threads have ended and the copies are done
+            left.clear()
+            for ended in begun:
+                ended.wait()
+            try:
+                torch.cuda.synchronize(device)
+            except RuntimeError as error:
+                failures.append(error)
         if failures:
             raise failures[0]
 
-    def _work(self, left: deque[Part], buffers: Sequence[Tensor]) -> None:
-        torch.cuda.set_stream(torch.cuda.Stream())  # of this thread
-        slots = cycle([(buffer, buffer.numpy().data, torch.cuda.Event()) for buffer in buffers])
-        # the caller may be in inference mode, which is a thread's own, and then only there the targets may be written to; others may be anywhere
-        with torch.inference_mode():
-            while (part := _taken(left)) is not None:
-                buffer, view, free = next(slots)
-                if not free.query():
-                    free.synchronize()
-                length = part.target.numel()
-                _fill(view[:length], part)
-                part.target.copy_(buffer[:length], non_blocking=True)
-                free.record()
+
+def _work(left: deque[Part], buffers: Sequence[Tensor], device: torch.device, ready: torch.cuda.Event) -> None:
+    """One thread. Device, stream and inference mode are a thread's own."""
+    torch.cuda.set_device(device)
+    stream = torch.cuda.Stream(device)
+    stream.wait_event(ready)
+    torch.cuda.set_stream(stream)
+    slots = cycle([(buffer, buffer.numpy().data, torch.cuda.Event()) for buffer in buffers])
+    # a target made in inference mode may be written to only there; others may be anywhere
+    with torch.inference_mode():
+        while (part := _taken(left)) is not None:
+            buffer, view, free = next(slots)
+            if not free.query():
+                free.synchronize()
+            length = part.target.numel()
+            if (got := part.file.fill(view[:length], part.offset, length)) < length:
+                raise MachineError(f"{part.file.path} ended at byte {part.offset + got} while it was being read; run verify")
+            part.target.copy_(buffer[:length], non_blocking=True)
+            free.record()
 
 
 def _taken(left: deque[Part]) -> Part | None:
@@ -88,12 +106,3 @@ def _taken(left: deque[Part]) -> Part | None:
         return left.popleft()
     except IndexError:
         return None
-
-
-def _fill(view: memoryview, part: Part) -> None:
-    done = 0
-    while done < len(view):
-        got = os.preadv(part.descriptor, [view[done:]], part.offset + done)
-        if got <= 0:
-            raise MachineError(f"{part.name} ended at byte {part.offset + done} while it was being read; run verify")
-        done += got

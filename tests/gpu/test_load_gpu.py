@@ -12,6 +12,7 @@ from checkpoints import make_layers
 from convert.bench.load import bench_load
 from convert.errors import MachineError, OutputError, UsageError
 from convert.pipeline.convert import convert
+from convert.reads import OpenFile
 from convert.shards import device as device_module
 from convert.shards.device import PATHS, load_rank
 from convert.shards.reader import open_shards
@@ -56,6 +57,19 @@ def test_shards_to_a_device(converted: Path, path: str, inference: bool) -> None
     assert torch.equal(tensors[name].cpu(), shards.tensors(["layer-000"])[name])
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("current", [0, 1])
+def test_another_gpu_than_the_first(converted: Path, path: str, current: int) -> None:
+    """Device and stream are a thread's own: copies, events and waiting must all be of the device that was asked for."""
+    host = load_rank(converted, 1, device="cpu")
+    with torch.cuda.device(current):
+        loaded = load_rank(converted, 1, path=path, device="cuda:1" if current == 0 else "cuda")
+    for name, tensor in host.tensors.items():
+        assert loaded[name].device == torch.device("cuda", 1)
+        assert torch.equal(loaded[name].cpu().contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
+
+
 def test_unknown_path(converted: Path) -> None:
     with pytest.raises(UsageError, match="path warp: choose one of auto, ring, direct, mapped"):
         load_rank(converted, 0, path="warp")
@@ -82,8 +96,8 @@ def test_a_file_that_ends_while_it_is_read(tmp_path: Path) -> None:
     short.write_bytes(bytes(5000))
     target = torch.empty(8192, dtype=torch.uint8, device="cuda")
     ring = PinnedRing(2)
-    with short.open("rb") as file, pytest.raises(MachineError, match="short ended at byte 5000 while it was being read"):
-        ring.copy(ring.parts(file.fileno(), 0, target, "short"))
+    with pytest.raises(MachineError, match="short ended at byte 5000 while it was being read"):
+        ring.copy(ring.parts(OpenFile(short, direct=False), 0, target))
 
 
 def test_bench_load_keeps_to_its_schema(converted: Path) -> None:

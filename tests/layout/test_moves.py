@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from convert.layout import scales, words
 from convert.layout.moe import MarlinU4B8
+from convert.layout.moves import require_all_once
 from convert.layout.protocol import PROJECTIONS, ExpertShape, Slice
 from convert.layout.rows import Rows
 
@@ -133,11 +134,14 @@ def uncompiled(function: Any) -> Any:
 
 @pytest.mark.parametrize(("module", "name", "what"), [(words, "pack_words", "weight_packed"), (scales, "pack_scale_words", "weight_scale")])
 @pytest.mark.parametrize("transient", [False, True])
-def test_a_wrong_slice_is_named_while_packing(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, what: str, transient: bool) -> None:
-    """A compiled table cannot be made to err, so the same source runs uncompiled with a function that does, in the third slice."""
+@pytest.mark.parametrize("index", [0, 7, 11])
+def test_a_wrong_slice_is_named_while_packing(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, what: str, transient: bool, index: int
+) -> None:
+    """A compiled table cannot be made to err, so the same source runs uncompiled with a function that does, in a slice of gate, up or down."""
     shape = SHAPES[0]
     slices = batch(shape)
-    pack, wrong = uncompiled(getattr(module, name)), slices[2]
+    pack, wrong = uncompiled(getattr(module, name)), slices[index]
     place = wrong.words if module is words else wrong.scales.in_words()
     calls = []
 
@@ -160,19 +164,26 @@ def test_a_wrong_slice_is_named_while_packing(monkeypatch: pytest.MonkeyPatch, m
     found = LAYOUT.moves(shape, slices).pack(check=True)
     assert calls
     assert found is not None
-    assert found[0] == 2
+    assert found[0] == index
     assert found[1].startswith(f"{what} differs at row 0 of" if not transient else "it differed when it was made")
     calls.clear()
     assert LAYOUT.moves(shape, slices).pack(check=False) is None
     assert calls
 
 
-def test_parts_of_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slices cut into the smallest parts come out the same, and the parts go through the source in order."""
-    shape, tables = SHAPES[0], []
+@pytest.mark.parametrize(
+    ("shape", "span", "sizes"),
+    [
+        (SHAPES[0], 1, {64}),  # the smallest parts
+        (ExpertShape(384, 384, 32, 2), 24 << 10, {64, 128}),  # slices of 192 rows of 192 bytes: the second part of each is shorter
+    ],
+)
+def test_parts_of_slices(monkeypatch: pytest.MonkeyPatch, shape: ExpertShape, span: int, sizes: set[int]) -> None:
+    """Slices cut into parts come out the same, and the parts go through the source in order."""
+    tables: list[NDArray[np.int64]] = []
     whole, parts = batch(shape), batch(shape)
     LAYOUT.moves(shape, whole).pack()
-    monkeypatch.setattr("convert.layout.moves.SPAN", 1)
+    monkeypatch.setattr("convert.layout.moves.SPAN", span)
     for module, name in ((words, "pack_table"), (scales, "pack_scale_table")):
         function = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args, function=function: tables.append(args[2]) or function(*args))
@@ -180,10 +191,25 @@ def test_parts_of_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     for one, other in zip(whole, parts, strict=True):
         np.testing.assert_array_equal(one.words.array(), other.words.array())
         np.testing.assert_array_equal(one.scales.array(), other.scales.array())
-    assert [len(table) for table in tables] == [
-        sum(each.packed.rows // 64 // (1 if each.projection == "down_proj" else shape.moe_tp) for each in parts)
-    ] * 2
-    assert all((table[:, 2] == 64).all() and (np.diff(table[:, 0]) >= 0).all() for table in tables)
+    assert set(tables[0][:, 2].tolist()) == sizes
+    for table in tables:
+        assert (np.diff(table[:, 0]) >= 0).all()
+        rows = [each.packed.rows // (1 if each.projection == "down_proj" else shape.moe_tp) for each in parts]
+        assert np.bincount(table[:, 6], weights=table[:, 2]).tolist() == rows
+
+
+def test_parts_are_all_of_a_slice_once() -> None:
+    """Parts are checked one by one, so a missing one or one on top of another is refused before anything is packed."""
+    whole = np.array([(0, 8, 192, 8, 0, 384, 0, 192), (1536, 8, 192, 8, 192, 384, 1, 192), (3072, 8, 128, 8, 3072, 128, 2, 128)], np.int64)
+    table = np.array([(0, 8, 128, 8, 0, 384, 0, 192), (1024, 8, 64, 8, 128, 384, 0, 192), *map(tuple, whole[1:])], np.int64)
+    require_all_once(whole, table)
+    with pytest.raises(ValueError, match="not all of it"):
+        require_all_once(whole, table[[0, 2, 3]])
+    for row, place in ((1, 64), (1, 320), (3, 3071), (3, 192), (0, 1), (2, 256)):
+        spoiled = table.copy()
+        spoiled[row, 4] = place
+        with pytest.raises(ValueError, match="written to one place"):
+            require_all_once(whole, spoiled)
 
 
 def test_nothing_to_move() -> None:

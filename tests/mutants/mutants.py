@@ -36,7 +36,9 @@ PLAN = ("planning/test_output_plan.py", "planning/test_plan_refusals.py")
 SHARDS = ("shards/test_file_format.py::test_every_promise", "shards/test_file_format.py::test_order", "shards/test_file_format.py::test_fused_views")
 BATCH = ("layout/test_moves.py::test_a_batch_is_each_slice_alone[shape0-0-False-False]",)
 PARTS = ("layout/test_moves.py::test_parts_of_slices",)
+ONCE = ("layout/test_moves.py::test_parts_are_all_of_a_slice_once",)
 WRONG = ("layout/test_moves.py::test_a_wrong_slice_is_named_while_packing",)
+EXACT = ("pipeline/test_exact_check.py",)
 WHOLE = ("mutants/one_conversion.py",)
 
 
@@ -68,6 +70,9 @@ MUTANTS = (
            "pack_words(source, table[0, 0],", BATCH),
     Mutant("parts of a slice all to its first columns", "layout/moves.py", "table[:, 4] += first * table[:, 7] // table[:, 2]", "pass", PARTS),
     Mutant("parts of a slice all from its first rows", "layout/moves.py", "table[:, 0] += first * table[:, 1]", "pass", PARTS),
+    Mutant("the last part of a slice is left out", "layout/moves.py", "parts = -(-rows // step)", "parts = np.maximum(rows // step - 1, 1)", PARTS),
+    Mutant("parts may lie on each other", "layout/moves.py", "if not beside.all() or (begin + width > first + stride).any():", "if False:", ONCE),
+    Mutant("parts may be missing", "layout/moves.py", "minlength=len(whole)) != whole[:, 2]).any():", "minlength=len(whole)) < 0).any():", ONCE),
     Mutant("a part that differs is forgotten", "layout/words.py", "wrong = i if wrong < 0 else wrong", "wrong = -1", WRONG),
     Mutant("a scale part that differs is forgotten", "layout/scales.py", "wrong = i if wrong < 0 else wrong", "wrong = -1", WRONG),
     Mutant("nothing is checked while packing", "layout/words.py", "if check and first_wrong_word(", "if not check and first_wrong_word(", WRONG),
@@ -125,7 +130,10 @@ MUTANTS = (
     Mutant("columns of another rank", "pipeline/tensor_job.py", "column = rank * width", "column = (tp - 1 - rank) * width", WHOLE),
     Mutant("rows of another rank", "pipeline/tensor_job.py", "ranks == (owner,)]", "ranks == (tp - 1 - owner,)]", WHOLE),
     Mutant("experts placed by their number in the model", "pipeline/expert_job.py",
-           "first = self.first - work.plan.topology.expert_range(rank, work.plan.experts).start", "first = self.first", WHOLE),
+           "first = self.first - work.plan.topology.expert_range(self.ranks[0], work.plan.experts).start", "first = self.first", WHOLE),
+    Mutant("exact does not check experts", "pipeline/expert_job.py", "moves.pack(tools.check)", "moves.pack(False)", EXACT),
+    Mutant("what the check finds is ignored", "pipeline/expert_job.py", "if wrong is not None:", "if False:", EXACT),
+    Mutant("exact does not check other tensors", "pipeline/tensor_job.py", "if tools.check and not", "if False and not", EXACT),
 )  # fmt: skip
 
 

@@ -46,6 +46,29 @@ def test_fused_view_is_its_members_one_after_the_other(converted: Path) -> None:
     assert not any(name.startswith("language_model.model.layers.0.") for name in loaded.tensors)
 
 
+def test_cold_files_are_seen_to_be_cold(converted: Path) -> None:
+    from convert.bench.cold import evict, resident
+    from convert.shards.device import _cached
+
+    shards = open_shards(converted, 0)
+    files = [converted / shard.path for shard in shards.shards()]
+    for path in files:
+        path.read_bytes()
+    assert _cached(shards, shards.shards())
+    evict(files)
+    if resident(files) > 0:
+        pytest.skip("this file system keeps its files in memory")
+    cold = open_shards(converted, 0)
+    largest = max(cold.shards(), key=lambda shard: shard.size)
+    assert not _cached(cold, [largest])  # opening it has read its header
+
+
+def test_rows_that_are_read_are_those_of_the_mapping(converted: Path) -> None:
+    shards = open_shards(converted, 1)
+    name = next(name for name in shards.names() if name.endswith("w13_weight_packed"))
+    assert shards.read(name, 2, 3).tobytes() == shards[name][2:5].tobytes()
+
+
 def test_exchanged_layers_are_refused(converted: Path) -> None:
     folder = converted / "rank-00-of-02"
     first, second = folder / "layer-000.safetensors", folder / "layer-001.safetensors"

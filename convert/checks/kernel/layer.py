@@ -25,7 +25,7 @@ Original = dict[str, tuple[npt.NDArray[np.int32], npt.NDArray[np.uint16]]]
 class LayerFiles:
     """A layer's stacked tensors on all ranks at hand.
 
-    `stored(rank, name)` is one of them, [E, ...], over the mapping of its file; `path(rank)` is that file's name inside OUT.
+    `stored(rank, name, begin, count)` is the bytes of some of a rank's experts of one of them; `path(rank)` is the file's name inside OUT.
     """
 
     layer: int
@@ -36,7 +36,7 @@ class LayerFiles:
     tp: int
     ep: int
     ranks: tuple[int, ...]
-    stored: Callable[[int, str], npt.NDArray[np.generic]]
+    stored: Callable[[int, str, int, int], Bytes]
     path: Callable[[int], str]
 
     @property
@@ -50,11 +50,10 @@ class LayerFiles:
         return range(rank // self.moe_tp * local, (rank // self.moe_tp + 1) * local)
 
     def read(self, rank: int, experts: range) -> dict[str, Bytes]:
-        """A copy of the stored bytes of consecutive experts of a rank, per stacked tensor name (without prefix)."""
+        """Stored bytes of consecutive experts of a rank, per stacked tensor name (without prefix)."""
         begin = experts.start - self.owned(rank).start
         names = [tensor.name for tensor in self.layout.stacked(self.shape)]
-        parts = {name: self.stored(rank, f"{self.prefix}.{name}")[begin : begin + len(experts)] for name in names}
-        return {name: np.array(part).reshape(-1).view(np.uint8) for name, part in parts.items()}
+        return {name: self.stored(rank, f"{self.prefix}.{name}", begin, len(experts)) for name in names}
 
 
 def read_pieces(reader: PieceReader, pieces: Sequence[Piece]) -> list[Bytes]:

@@ -67,7 +67,7 @@ def verify_kernel(
         raise UsageError("not all ranks are in this folder, so the originals cannot be restored from it; give --source")
     top_k = int(model.text.get("num_experts_per_tok", 8))
     scope = Scope(tuple(on_ranks), scope_experts, tuple(tokens), top_k)
-    shards = {rank: open_shards(folder, rank) for rank in manifest.ranks}
+    shards = {rank: open_shards(folder, rank, manifest) for rank in (manifest.ranks if opened is None else on_ranks)}
     for done, unit in enumerate(unit for unit in units if unit.layer in wanted):
         if progress is not None:
             progress(done, len(wanted))
@@ -123,7 +123,7 @@ def manifest_files(shards: Mapping[int, Shards], manifest: Manifest, unit: UnitI
         tp=manifest.tp,
         ep=manifest.ep,
         ranks=manifest.ranks,
-        stored=lambda rank, name: shards[rank][name],
+        stored=lambda rank, name, begin, count: shards[rank].read(name, begin, count),
         path=lambda rank: paths[rank],
     )
 

@@ -1,0 +1,76 @@
+"""`--verify exact` keeps a wrong buffer from being written: one that differs by a bit ends the conversion, by name, and nothing of it is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import make_small
+
+from convert import convert
+from convert.errors import ConvertError
+from convert.layout import scales, words
+from convert.pipeline import tensor_job
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exact") / "source"
+    make_small(folder, layers=2)
+    return folder
+
+
+def damage(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Let one bit of each batch go wrong between packing and checking."""
+    module, name = (words, "pack_table") if what == "weight_packed" else (scales, "pack_scale_table")
+    table_function = getattr(module, name)
+
+    def damaged(memory: Any, target: Any, table: Any, check: bool) -> int:
+        table_function(memory, target, table, False)
+        target[table[-1, 4]] ^= np.uint64(1)
+        for i, (s_base, s_stride, rows, cols, m_base, m_stride, *_) in enumerate(table if check else ()):
+            if module is words and words.first_wrong_word(target, m_base, m_stride, rows, cols, memory, s_base, s_stride) >= 0:
+                return i
+            if module is scales and scales.scale_words_differ(memory, s_base, s_stride, rows, cols, target, m_base, m_stride):
+                return i
+        return -1
+
+    monkeypatch.setattr(module, name, damaged)
+
+
+@pytest.mark.parametrize("what", ["weight_packed", "weight_scale"])
+def test_a_wrong_bit_of_an_expert(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    damage(monkeypatch, what)
+    with pytest.raises(ConvertError, match=rf"layer-001, expert \d+, up_proj, rank 1: the repacked buffer does not invert .* {what} differs at row"):
+        convert(str(source), tmp_path / "out", tp=2, threads=1)
+    assert not list((tmp_path / "out").rglob("layer-001.safetensors*"))
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    convert(str(source), tmp_path / "unproven", tp=2, verify="none")
+    assert (tmp_path / "unproven" / "manifest.json").exists()
+    monkeypatch.undo()
+    convert(str(source), tmp_path / "out", tp=2)
+    right, wrong = ((tmp_path / out / "rank-01-of-02" / "layer-001.safetensors").read_bytes() for out in ("out", "unproven"))
+    assert len(right) == len(wrong)
+    assert right != wrong
+
+
+class Damaging:
+    """numpy, with a copy that errs in one byte."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    def copyto(self, target: Any, source: Any) -> None:
+        np.copyto(target, source)
+        target[-1, -1] ^= 1
+
+
+def test_a_wrong_byte_of_another_tensor(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_job, "np", Damaging())
+    with pytest.raises(ConvertError, match=r", rank \d: a copied slice differs from the source; faulty memory is likely"):
+        convert(str(source), tmp_path / "out", tp=2)
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    convert(str(source), tmp_path / "unproven", tp=2, verify="none")
+    assert (tmp_path / "unproven" / "manifest.json").exists()
