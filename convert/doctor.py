@@ -144,7 +144,13 @@ def _place(path: Path) -> dict[str, Any]:
     """Disk, free space and what kind of writing works at a path, by writing there."""
     folder = existing(path)
     folder = folder if folder.is_dir() else folder.parent
-    found: dict[str, Any] = {"path": str(path), "probed": str(folder), "file_system": _file_system(folder), "free_bytes": None}
+    found: dict[str, Any] = {
+        "path": str(path),
+        "exists": path.exists(),
+        "probed": str(folder),
+        "file_system": _file_system(folder),
+        "free_bytes": None,
+    }
     try:
         state = os.statvfs(folder)
         found["free_bytes"] = state.f_bavail * state.f_frsize

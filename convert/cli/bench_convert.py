@@ -19,8 +19,8 @@ from convert.cli.options import json_option
 @click.option("--rounds", type=click.IntRange(1), default=9, show_default=True)
 @click.option("--tp", type=click.IntRange(1), default=8, show_default=True)
 @click.option("--ep", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--threads", type=click.IntRange(1))
-@click.option("--memory")
+@click.option("--threads", type=click.IntRange(1), help="Passed on to convert.")
+@click.option("--memory", help="Passed on to convert.")
 @click.option("--variants", default="none,exact", show_default=True, help="Of none, exact, 'none, ordinary I/O', 'exact, ordinary I/O'; or all.")
 @json_option
 def command(folder: Path, variants: str, as_json: bool, **settings: Any) -> None:

@@ -15,7 +15,7 @@ from convert.cli.options import Size, gigabytes, hub_options, json_option, paral
 @click.argument("out")
 @parallel_options
 @click.option("--threads", type=click.IntRange(1), help="Worker threads [default: cores + 1].")
-@click.option("--memory", type=Size(), help="Memory for buffers, such as 2GiB [default: 1.5 GiB, or 384 MiB a thread].")
+@click.option("--memory", type=Size(), help="Memory for buffers, such as 2GiB [default: 1.5 GiB, or 128 MiB a thread where that is more].")
 @click.option(
     "--verify", type=click.Choice(["exact", "kernel", "none"]), default="exact", show_default=True,
     help="exact: prove each buffer before it is written; kernel: also run the kernel on each layer (GPU).",

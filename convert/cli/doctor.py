@@ -46,7 +46,10 @@ def _show(found: Examination) -> None:
         ("packages", _packages(found.packages)),
         ("not installed", ", ".join(name for name, version in found.packages.items() if version is None) or "-"),
         ("compiled code", f"kept in {found.numba_cache['path']}" if found.numba_cache["writable"] else f"not kept: {found.numba_cache['reason']}"),
-        ("disk", f"{place['probed']} ({place['file_system'] or 'unknown file system'}), {_size(place['free_bytes'])} free"),
+        (
+            "disk",
+            f"{place['probed']}{'' if place['exists'] else ', since ' + place['path'] + ' is not there yet'} ({place['file_system'] or 'unknown file system'}), {_size(place['free_bytes'])} free",
+        ),
         ("writing", "yes" if place["writable"] else f"no: {place['writable_reason']}"),
         ("direct I/O", "yes" if place["direct_io"] else f"no: {place['direct_io_reason']}"),
         ("driver", _driver(found.driver)),
