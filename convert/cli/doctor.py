@@ -38,6 +38,7 @@ def command(ctx: click.Context, path: str, kernel: bool, as_json: bool) -> None:
 def _show(found: Examination) -> None:
     machine, place = found.machine, found.place
     limit = f", limited to {gigabytes(machine['memory_limit_bytes'])}" if machine["memory_limit_bytes"] else ""
+    missing = "" if place["exists"] else f", since {place['path']} is not there yet"
     lines = [
         ("cpu", f"{machine['cpu']} ({machine['architecture']}), {machine['usable_cores']} of {machine['cores']} cores usable"),
         ("memory", f"{_size(machine['memory_bytes'])}, {_size(machine['available_bytes'])} available{limit}"),
@@ -48,7 +49,7 @@ def _show(found: Examination) -> None:
         ("compiled code", f"kept in {found.numba_cache['path']}" if found.numba_cache["writable"] else f"not kept: {found.numba_cache['reason']}"),
         (
             "disk",
-            f"{place['probed']}{'' if place['exists'] else ', since ' + place['path'] + ' is not there yet'} ({place['file_system'] or 'unknown file system'}), {_size(place['free_bytes'])} free",
+            f"{place['probed']}{missing} ({place['file_system'] or 'unknown file system'}), {_size(place['free_bytes'])} free",
         ),
         ("writing", "yes" if place["writable"] else f"no: {place['writable_reason']}"),
         ("direct I/O", "yes" if place["direct_io"] else f"no: {place['direct_io_reason']}"),
