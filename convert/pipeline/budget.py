@@ -13,10 +13,10 @@ from convert.pipeline.tensor_job import tensor_jobs
 from convert.pipeline.unit_work import UnitWork
 from convert.planning.output import OutputPlan
 
-#: experts of a batch at most: at tp 8 of K2.6 that gives writes of 14, 1.75, 7 and 0.9 MiB
-BATCH = 8
+#: experts of a batch at most. At tp 8 of K2.6 that gives writes of 3.5, 0.4, 1.75 and 0.2 MiB; with 8, a layer has so few jobs that all threads read
+#: together and then write together, and 96 experts took a quarter longer
+BATCH = 2
 DEFAULT_MEMORY = 1536 << 20
-#: two experts of K2.6 at a time: more make nothing faster where there are many threads, and with few jobs all threads read, then all write
 MEMORY_PER_THREAD = 128 << 20
 
 

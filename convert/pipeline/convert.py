@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread
 
 from convert.buffers import BufferPool
 from convert.checkpoint.hub_files import HubOptions
@@ -113,6 +115,7 @@ def _convert(
             return Report(out, 0, len(plan.units), plan.total_bytes, stages)
         if (verify := manifest.checks) == "kernel" and run_kernel is None:
             raise UsageError(f"{out} has lost files and was made with --verify kernel; give that again to remake them")
+    Thread(target=_load_compiled).start()
     with machine_errors(f"beginning in {out}"):
         begin_or_continue(work, identity, job_options(plan, verify), looks)
         if manifest is not None:
@@ -146,6 +149,12 @@ def _convert(
     finish_output(source, identity, plan, records, out, verify, stages)
     work.remove()
     return Report(out, len(left), found, plan.total_bytes, stages)
+
+
+def _load_compiled() -> None:
+    """Import what numba compiled, a third of a second, while the disk is busy with beginning; who needs it meets the errors."""
+    with suppress(Exception):
+        import_module("convert.layout.moves")
 
 
 def _jobs(
