@@ -10,7 +10,7 @@ import pytest
 from checkpoints import make_small
 from jsonschema import Draft202012Validator
 
-from convert.bench.conversion import VARIANTS, bench_conversion
+from convert.bench.conversion import VARIANTS, bench_conversion, tell_check_apart
 from convert.bench.layout import SHAPES, bench_layout
 from convert.bench.synthetic import config, make_layers
 from convert.checkpoint.source import open_source
@@ -38,8 +38,22 @@ def test_convert_against_cp(tmp_path: Path) -> None:
     assert all(len(variant["seconds"]) == 2 for variant in report["variants"])
     for variant in report["variants"][1:]:
         assert all(work["bytes"] > 0 for work in variant["stages"].values())
+        assert variant["stages"].keys() == {"read", "repack", "hash", "write"} | ({"check"} if "exact" in variant["name"] else set())
         assert variant["peak_anonymous"] > 10 << 20
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_the_check_is_what_repacking_takes_longer() -> None:
+    def entry(name: str, seconds: float) -> dict[str, Any]:
+        return {"name": name, "stages": {"repack": {"seconds": seconds, "bytes": 7}}}
+
+    entries = {name: entry(name, seconds) for name, seconds in (("cp", 0), ("none", 2), ("exact", 3.5), ("exact, ordinary I/O", 9))}
+    tell_check_apart(entries)
+    assert entries["exact"]["stages"] == {"repack": {"seconds": 2, "bytes": 7}, "check": {"seconds": 1.5, "bytes": 7}}
+    assert entries["exact, ordinary I/O"]["stages"] == {"repack": {"seconds": 9, "bytes": 7}}
+    entries = {name: entry(name, seconds) for name, seconds in (("none", 2), ("exact", 1.5))}  # noise
+    tell_check_apart(entries)
+    assert entries["exact"]["stages"] == {"repack": {"seconds": 1.5, "bytes": 7}, "check": {"seconds": 0, "bytes": 7}}
 
 
 def test_a_conversion_that_fails_is_no_measurement(tmp_path: Path) -> None:
