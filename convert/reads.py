@@ -160,6 +160,7 @@ class PieceReader:
         file, needed = self._open[run.file], run.used - run.offset
         done = file.fill(target, run.offset, needed)
         if done < needed:
-            raise SourceError(f"{run.file} ends at byte {run.offset + done}, before its tensors do: it was changed while being read")
+            size = os.fstat(file.plain).st_size
+            raise SourceError(f"{run.file} ends at byte {size}, before its tensors do: it was changed while being read")
         if file.direct is None:
             drop_cache(file.plain, run.offset, run.length)

@@ -117,9 +117,9 @@ def test_the_last_bytes_of_a_file(tmp_path: Path, files: dict[str, bytes], name:
 
 
 @pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize(("offset", "size", "end"), [(1_000_000, 2, 1_000_001), (0, 1_000_002, 1_000_001), (2_000_000, 10, 1_998_848)])
-def test_a_file_that_ends_too_early(tmp_path: Path, files: dict[str, bytes], offset: int, size: int, end: int, direct: bool) -> None:
-    with pytest.raises(SourceError, match=f"b ends at byte {end}, before its tensors do: it was changed while being read"):
+@pytest.mark.parametrize(("offset", "size"), [(1_000_000, 2), (0, 1_000_002), (2_000_000, 10)])
+def test_a_file_that_ends_too_early(tmp_path: Path, files: dict[str, bytes], offset: int, size: int, direct: bool) -> None:
+    with pytest.raises(SourceError, match="b ends at byte 1000001, before its tensors do: it was changed while being read"):
         read(PieceReader(tmp_path.joinpath, direct), [Piece("b", offset, size)])
 
 

@@ -64,7 +64,9 @@ def begin_or_continue(work: WorkFolder, identity: SourceIdentity, options: dict[
     if (difference := identity_from_json(job["identity"]).continued_by(identity)) is not None:
         raise SourceError(f"{work.out} was begun from another source: {difference}; use another OUT, or --overwrite to start again")
     touched = [name for name, stamp in stamps.items() if job["stamps"].get(name) != stamp]
-    if touched:
+    if touched and not work.any_finished():
+        work.begin({"options": options, "identity": identity.as_json(), "stamps": dict(stamps)})
+    elif touched:
         raise SourceError(
             f"{touched[0]} was written again after {work.out} was begun, and a sample cannot prove that all of it is the same; "
             "use --overwrite to start again"
@@ -109,12 +111,16 @@ def refuse_full_disk(out: Path, plan: OutputPlan, records: Mapping[str, Finished
     for folder, size in [(out, needed + (room if together else 0)), *([] if together else [(place, room)])]:
         free = shutil.disk_usage(folder).free
         if free < size:
-            files = f", {room / 1e9:.1f} GB of it source files," if room and (together or folder is place) else ""
+            files = f", {_bytes(room)} of it source files," if room and (together or folder is place) else ""
             hint = "" if place.samefile(out) or not room else "use --free-source to keep only a few source files at a time, or "
             raise MachineError(
-                f"{folder}: {size / 1e9:.1f} GB{files} are still to be written but only {free / 1e9:.1f} GB are free; "
+                f"{folder}: {_bytes(size)}{files} are still to be written but only {_bytes(free)} are free; "
                 f"{hint}free some space, then run the same command again to continue"
             )
+
+
+def _bytes(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 10**9 else f"{-(-size // 10**6)} MB"
 
 
 def _short(value: object) -> str:

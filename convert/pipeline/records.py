@@ -78,6 +78,10 @@ class WorkFolder:
         body = json.dumps(document, separators=(",", ":"))
         write_atomic(self._path(unit.name), json.dumps({"digest": digest(body.encode()).hex(), "unit": body}).encode())
 
+    def any_finished(self) -> bool:
+        """Whether there is a record of any unit."""
+        return any((self.folder / "units").iterdir())
+
     def finished(self, plan: OutputPlan, unit: OutputUnit) -> FinishedUnit | None:
         """The record of a unit, if there is a whole one and its files are still there with their sizes and headers."""
         try:

@@ -400,6 +400,17 @@ def test_source_that_was_touched(forks: Forks, copied_source: Path, tmp_path: Pa
     assert command("convert", copied_source, out, "--tp", 2, "--overwrite")[0] == 0
 
 
+def test_source_that_was_touched_before_anything_was_finished(forks: Forks, copied_source: Path, tmp_path: Path, command: Command) -> None:
+    """Nothing was taken from it that counts, so fetching a damaged file again needs no new start."""
+    out = tmp_path / "out"
+    fault = {"call": "replace", "number": 2, "action": "SIGKILL"}
+    assert forks.run("convert", copied_source, out, "--tp", 2, fault=fault).code == -9
+    assert not list((out / ".work" / "units").iterdir())
+    os.utime(shards_of(copied_source)[2])
+    assert command("convert", copied_source, out, "--tp", 2)[0] == 0
+    assert command("verify", out, "--source", copied_source)[0] == 0
+
+
 def test_damaged_job(tiny: Checkpoint, forks: Forks, tmp_path: Path, command: Command) -> None:
     out = tmp_path / "out"
     fault = {"call": "replace", "number": 6, "action": "SIGKILL"}

@@ -114,8 +114,8 @@ def originals_restored(files: LayerFiles, digests: Mapping[str, bytes], report: 
                 report(Finding(files.path(rank), str(error), files.layer, experts.start + i, projection, rank))
         for kind, matrix in (("weight_packed", packed), ("weight_scale", scale)):
             if digests.get(f"{files.prefix}.{experts.start + i}.{projection}.{kind}") != digest(matrix):
-                what = f"{kind}, restored from all ranks, is not what the source had; `marlin-convert verify` says more"
-                report(Finding(f"layer-{files.layer:03d}.safetensors", what, files.layer, experts.start + i, projection))
+                what = f"{kind}, restored from all ranks, is not what the source had; `marlin-convert verify` says on which rank"
+                report(Finding(f"rank-*/layer-{files.layer:03d}.safetensors", what, files.layer, experts.start + i, projection))
         return packed.view(np.int32), scale
 
     def read(experts: range) -> list[Original]:
