@@ -17,6 +17,7 @@ from typing import Any
 
 
 def installed(module: str) -> bool:
+    """Whether a module could be imported; it is not."""
     try:
         return find_spec(module) is not None
     except (ImportError, ValueError):
@@ -24,6 +25,7 @@ def installed(module: str) -> bool:
 
 
 def package_version(package: str) -> str | None:
+    """The installed version of a distribution, or None."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -31,6 +33,7 @@ def package_version(package: str) -> str | None:
 
 
 def one_line(error: BaseException) -> str:
+    """An exception as one line of at most 300 characters."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
@@ -45,6 +48,7 @@ class Torch:
 
 
 def find_torch() -> Torch:
+    """What torch says, and why it is of no use where it is not."""
     if not installed("torch"):
         return Torch(None, None, (), "torch is not installed")
     try:
@@ -108,6 +112,7 @@ def find_compiler() -> dict[str, str | None]:
 
 
 def find_providers(found: Torch) -> list[dict[str, Any]]:
+    """Each provider of the kernel: whether it loads, else why not and what to install."""
     from convert.kernels.providers import CANDIDATES, probe
 
     if found.version is not None and not found.gpus:  # the same answer without importing a torch that may be broken
