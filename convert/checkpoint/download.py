@@ -82,6 +82,7 @@ def download(
 
 def needed_files(store: HubStore, include: Sequence[str], exclude: Sequence[str]) -> list[str]:
     """Weights, index, configuration and the small files that are copied; of these, those that the patterns choose. Raises SourceError for none."""
+    # public: it is in an __all__ that is computed, which mypy does not follow
     from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined, unused-ignore]
 
     weights = [name for name in store.files if name.endswith(".safetensors") and not name.startswith(".")]

@@ -81,6 +81,7 @@ def _forwarding_bar(count: Count) -> type[Any]:
     """A progress bar class for the hub's client that shows nothing and passes bytes on."""
     from tqdm import tqdm
 
+    # tqdm has no types of its own
     class Bar(tqdm):  # type: ignore[type-arg, misc, unused-ignore]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **(kwargs | {"disable": True}))

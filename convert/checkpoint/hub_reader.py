@@ -67,6 +67,8 @@ class HubReader:
 
     def _stream(self, file: HubFile, extra: dict[str, str], check: Callable[[Any], None], length: int) -> Iterator[bytes]:
         from huggingface_hub import constants, hf_hub_url
+
+        # public: it is in an __all__ that is computed, which mypy does not follow
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff  # type: ignore[attr-defined, unused-ignore]
 
         url = hf_hub_url(self.repo, file.name, revision=self.commit)

@@ -13,7 +13,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
 
 
-# generic in newer versions of click only
+# click 8.5 has these types generic; whether the oldest that pyproject allows has, was not tried, so no argument is given
 class Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     """`1500M`, `2GiB` or plain bytes."""
 
@@ -29,6 +29,7 @@ class Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]
         return int(float(match[1]) * _UNITS[match[2]])
 
 
+# as above
 class Numbers(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     """`3`, `0,4` or `1-3,7`: numbers and ranges, both ends included."""
 

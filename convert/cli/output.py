@@ -63,6 +63,7 @@ def progress_bar(what: str, unit: str = "B", hub: bool = False) -> Iterator[Call
 
 
 def _hub_bars_off() -> bool:
+    # public: it is in an __all__ that is computed, which mypy does not follow
     from huggingface_hub.utils import are_progress_bars_disabled  # type: ignore[attr-defined, unused-ignore]
 
     return bool(are_progress_bars_disabled())

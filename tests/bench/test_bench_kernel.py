@@ -77,7 +77,7 @@ def test_on_the_command_line(outs: dict[int, Path], command: Command, tmp_path: 
     if not torch.cuda.is_available():
         assert command("bench", "kernel", outs[1], "--layer", 1)[0] == 4
     try:
-        import matplotlib  # noqa: F401
+        import matplotlib  # noqa: F401 - only whether it is there
     except ImportError:
         code, _, messages = command(*arguments, "--plot", tmp_path / "plot.png")
         assert code == 4

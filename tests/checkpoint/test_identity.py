@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from checkpoints import Checkpoint, make_layers, make_small
 
-from convert.checkpoint.identity import identify, identity_from_json, stamps
+from convert.checkpoint.identity import SourceIdentity, identify, identity_from_json, stamps
 from convert.checkpoint.source import open_source
 from convert.errors import SourceError
 
@@ -28,7 +28,7 @@ def folder(made: Checkpoint, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made.folder, tmp_path / "copy"))
 
 
-def identity(folder: Path):  # type: ignore[no-untyped-def]
+def identity(folder: Path) -> SourceIdentity:
     return identify(open_source(str(folder)))
 
 

@@ -46,6 +46,7 @@ class Store:
 
 
 def stager(store: Store, needed: dict[str, str], folder: Path, look_ahead: int = 2, progress: Any = None) -> Stager:
+    # the store is a stand-in with the few methods that are used
     return Stager(store, {unit: tuple(files) for unit, files in needed.items()}, folder / "staging", True, look_ahead, progress)  # type: ignore[arg-type]
 
 
