@@ -81,6 +81,11 @@ class OpenFile:
             raise machine_error(f"opening {path}", error) from error
         self.users = 0
 
+    @property
+    def descriptor(self) -> int:
+        """The one to read from: the direct one, if there is one."""
+        return self.plain if self.direct is None else self.direct
+
     def close(self) -> None:
         """Nobody may be reading any more."""
         os.close(self.plain)
@@ -90,7 +95,7 @@ class OpenFile:
     def fill(self, target: memoryview, offset: int, needed: int) -> int:
         """Read at least `needed` bytes from `offset` into `target`; returns how many came, fewer only where the file ends. With a direct descriptor
         offset, `target` and its length are whole pages. Raises MachineError."""
-        descriptor = self.plain if self.direct is None else self.direct
+        descriptor = self.descriptor
         done = 0
         while done < needed:
             try:

@@ -32,6 +32,8 @@ def command(out: Path, source: str | None, rank: int, rounds: int, threads: int 
     rows = []
     for row in report["rows"]:
         steps = ", ".join(f"{step} {seconds:.3f}" for step, seconds in row["steps"].items())
+        if row["first"] is not None:
+            steps += f"; the first time {row['first']['total']:.3f}"
         limit = "-" if row["of_limit"] is None else f"{row['of_limit']:.2f} of {row['limit']}"
         rows.append((row["name"], row["temperature"], f"{row['seconds']:.3f}", f"{row['gb_per_s']:.1f}", limit, steps))
     output.table(("way", "files", "seconds", "GB/s", "of its limit", "steps"), rows)

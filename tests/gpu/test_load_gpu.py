@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,17 @@ def test_a_file_that_ends_while_it_is_read(tmp_path: Path) -> None:
     ring = PinnedRing(2)
     with pytest.raises(MachineError, match="short ended at byte 5000 while it was being read"):
         ring.copy(ring.parts(OpenFile(short, direct=False), 0, target))
+
+
+def test_parts_that_the_compiled_loop_cannot_read(converted: Path) -> None:
+    """Some file systems open a file for direct reads and then refuse each of them: the ordinary way is gone back to, part by part."""
+    path = converted / open_shards(converted, 0).shards()[0].path
+    target = torch.zeros(path.stat().st_size, dtype=torch.uint8, device="cuda")
+    file, ring = OpenFile(path, direct=False), PinnedRing(3, 1 << 20)
+    file.direct = os.open(path, os.O_WRONLY)  # nothing can be read from it
+    ring.copy(ring.parts(file, 0, target))
+    file.close()
+    assert target.cpu().numpy().tobytes() == path.read_bytes()
 
 
 def test_bench_load_keeps_to_its_schema(converted: Path) -> None:
