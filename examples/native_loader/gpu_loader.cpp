@@ -266,15 +266,14 @@ bool can_register_read_only(int device) {
 
 LoadPath choose(const LoadOptions& options, double resident) {
     if (options.path != LoadPath::automatic) return options.path;
-    if (resident < 0.9) return LoadPath::direct;
-    return can_register_read_only(options.device) ? LoadPath::mapped : LoadPath::ring;
+    return resident < 0.9 ? LoadPath::direct : LoadPath::ring;
 }
 
 LoadOptions with_defaults(LoadOptions options) {
     const bool mapped = options.path == LoadPath::mapped, direct = options.path == LoadPath::direct;
-    // A disk is read fastest by few threads in large pieces; the page cache by many.
+    // A disk is read fastest by few threads in large pieces; the page cache by many, into buffers that stay in a core's cache.
     if (options.threads == 0) options.threads = mapped || direct ? 4 : 16;
-    if (options.chunk == 0) options.chunk = (mapped ? 256u : direct ? 32u : 8u) << 20;
+    if (options.chunk == 0) options.chunk = (mapped ? 256u : direct ? 32u : 2u) << 20;
     if (options.threads < 1 || options.buffers < 1 || options.chunk % kPage != 0) {
         throw std::invalid_argument("threads and buffers must be at least 1, a chunk a multiple of 4096 bytes");
     }
@@ -312,27 +311,17 @@ GpuShards::GpuShards(std::vector<const Shard*> shards, const LoadOptions& reques
     const Destination to = [this](const Chunk& chunk) -> void* {
         return memory_[chunk.shard]->data() + (chunk.offset - shards_[chunk.shard]->data_start());
     };
-    const auto load = [&](LoadPath path) {
-        LoadOptions options = requested;
-        options.path = path;
-        options = with_defaults(options);
-        times_.path = name_of(path);
-        times_.threads = options.threads;
-        times_.chunk = options.chunk;
-        if (path == LoadPath::mapped) {
-            if (!can_register_read_only(options.device)) throw CudaError("the driver can't register read-only memory");
-            load_mapped(shards_, options, to, times_);
-        } else {
-            load_through_buffers(shards_, options, to, times_);
-        }
-    };
-    const LoadPath path = choose(requested, times_.resident);
-    try {
-        load(path);
-    } catch (const CudaError&) {
-        // Registering can fail for want of memory that may be pinned; a ring needs little of it.
-        if (requested.path != LoadPath::automatic || path != LoadPath::mapped) throw;
-        load(LoadPath::ring);
+    LoadOptions options = requested;
+    options.path = choose(requested, times_.resident);
+    options = with_defaults(options);
+    times_.path = name_of(options.path);
+    times_.threads = options.threads;
+    times_.chunk = options.chunk;
+    if (options.path == LoadPath::mapped) {
+        if (!can_register_read_only(options.device)) throw CudaError("the driver can't register read-only memory");
+        load_mapped(shards_, options, to, times_);
+    } else {
+        load_through_buffers(shards_, options, to, times_);
     }
 }
 

@@ -17,7 +17,7 @@ struct CudaError : std::runtime_error {
 };
 
 enum class LoadPath {
-    automatic,  // mapped if the files are in the page cache and the driver can, else direct if they are not, else ring
+    automatic,  // ring if the files are in the page cache, else direct
     mapped,     // pages of the mapping registered read-only: copied by the GPU straight from the page cache
     ring,       // read from the page cache into pinned buffers
     direct,     // the same past the page cache (O_DIRECT)

@@ -53,7 +53,7 @@ for threads in 1 2 4 8; do measure --path mmap --threads "$threads" --repeat 5; 
 for chunk in 32 64; do measure --path mmap --threads 4 --chunk "$chunk" --repeat 5; done
 measure --path mmap --threads 4 --populate --repeat 5
 for threads in 8 16; do measure --path ring --threads "$threads" --repeat 5; done
-for chunk in 2 32; do measure --path ring --threads 16 --chunk "$chunk" --repeat 5; done
+for chunk in 8 32; do measure --path ring --threads 16 --chunk "$chunk" --repeat 5; done
 # Cold: evicted before each run; resident_before in the results shows whether it was.
 for threads in 1 2 4 16; do measure --path direct --threads "$threads" --evict --repeat 3; done
 for path in mmap ring; do measure --path "$path" --threads 4 --evict --repeat 3; done
