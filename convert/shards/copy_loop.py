@@ -1,7 +1,7 @@
 """The inner loop of loading, compiled: read a part of a file into a pinned buffer, set its copy to the GPU going, take the next part.
 
 In the interpreter a part cost 0.15 ms of the lock that all threads share (16 threads, an H200 machine): half the time of a rank that lies in the page
-cache. Compiled, threads share a counter only, and parts can be as small as the processor's cache likes them.
+cache. Compiled, threads share a counter only, and parts can be small enough to stay in the processor's cache.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ctypes
 from functools import cache
 from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
@@ -36,12 +37,14 @@ class Functions(NamedTuple):
 
 @cache
 def functions() -> Functions:
-    """Those of this machine. Raises MachineError where there is no CUDA driver."""
+    """Those of this machine. Raises MachineError where there is no CUDA driver, or nothing is to be compiled."""
+    if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # numba makes its attributes from the environment
+        raise MachineError("NUMBA_DISABLE_JIT is set: what loads through pinned memory only runs compiled; unset it, or load by the path mapped")
     try:
         driver = ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise MachineError(f"the CUDA driver cannot be loaded: {error}") from error
-    wanted = ctypes.CDLL(None).pread, driver.cuMemcpyHtoDAsync_v2, driver.cuEventRecord, driver.cuEventSynchronize
+        wanted = ctypes.CDLL(None).pread, driver.cuMemcpyHtoDAsync_v2, driver.cuEventRecord, driver.cuEventSynchronize
+    except (OSError, AttributeError) as error:
+        raise MachineError(f"the CUDA driver cannot be used: {error}") from error
     return Functions(*(address_of(function) for function in wanted))
 
 
@@ -79,7 +82,8 @@ def read_and_copy(parts: Words, taken: int, buffers: Words, events: Words, strea
     far; a thread that wants all to stop sets it to `len(parts)`. `buffers` and `events` are addresses, `stream` a handle, all of this thread alone;
     the events have been recorded. `turn` counts the buffers used so far.
 
-    Returns (part, turn): a part that could not be read whole or sent, for the caller to do in buffer `turn % len(buffers)`, or (-1, turn) at the end.
+    Returns (part, turn): a part that the caller is to do, in buffer `turn % len(buffers)`, because a call for it failed or the file ended early; or
+    (-1, turn) at the end.
     """
     while True:
         i: int = _take(taken)  # type: ignore[call-arg]  # the first argument is numba's to give

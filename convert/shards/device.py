@@ -26,7 +26,6 @@ from convert.page_cache import can_tell, resident_pages
 from convert.reads import OpenFile
 from convert.shards.manifest import FusedTensor, Shard, StoredTensor
 from convert.shards.reader import Shards, open_shards
-from convert.shards.ring import CACHED, DIRECT, Part, PinnedRing
 
 PATHS = ("auto", "ring", "direct", "mapped")
 TORCH = {
@@ -88,6 +87,8 @@ def load_shards(
     begin = time.perf_counter()
     if torch.device(device).type == "cpu":
         return LoadedRank(host_tensors(shards, units), "host")
+    if not torch.cuda.is_available():
+        raise MachineError(f"no CUDA GPU to load to (torch {torch.__version__}); the device cpu gives the tensors where they are")
     for shard in chosen:
         shards.mapping(shard)  # checks size and identity before anything is copied
     if path == "auto":
@@ -180,6 +181,8 @@ def unregister(addresses: Sequence[int]) -> None:
 
 
 def _copy_ring(shards: Shards, chosen: Sequence[Shard], targets: dict[str, Tensor], loaded: LoadedRank) -> None:
+    from convert.shards.ring import CACHED, DIRECT, Part, PinnedRing  # and numba, which the other ways do without
+
     begin = time.perf_counter()
     direct = loaded.path == "direct"
     ring = PinnedRing(loaded.threads, DIRECT if direct else CACHED)

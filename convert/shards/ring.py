@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from threading import Event, Thread
+from threading import Condition, Thread
 
 import numpy as np
 import torch
@@ -12,9 +12,10 @@ from torch import Tensor
 
 from convert.errors import MachineError
 from convert.reads import OpenFile
-from convert.shards.copy_loop import Functions, Words, functions, read_and_copy
+from convert.shards.copy_loop import Words, functions, read_and_copy
 
-#: bytes of a buffer for reads from the page cache (all of them should fit the processor's cache), and for reads from the disk
+#: bytes of a buffer for reads from the page cache and for reads from the disk, as measured fastest on an H200 machine. Of the former all together fit
+#: its third cache
 CACHED, DIRECT = 4 << 20, 16 << 20
 
 
@@ -33,10 +34,9 @@ class PinnedRing:
     def __init__(self, threads: int, size: int = CACHED) -> None:
         self.threads = threads
         self.size = size
-        self._memory = torch.empty(2 * threads * size, dtype=torch.uint8, pin_memory=True)
-        self._functions = functions()
+        self._memory = _pinned(2 * threads * size)
         none = np.zeros(2, np.int64)
-        _Job([], self._functions).loop(none, none, 0, 0)  # compiles the loop, or fetches it from the cache, before the threads need it
+        _Job([]).loop(none, none, 0, 0)  # compiles the loop, or fetches it from the cache, before the threads need it
 
     def parts(self, file: OpenFile, offset: int, target: Tensor) -> list[Part]:
         """A stretch of a file in parts that fit a buffer; `target` is flat bytes."""
@@ -44,79 +44,93 @@ class PinnedRing:
 
     def copy(self, parts: Iterable[Part]) -> None:
         """Copy all, to one device, and wait for it. Raises MachineError where a file ends early or cannot be read, RuntimeError where CUDA fails."""
-        job, failures = _Job(list(parts), self._functions), list[BaseException]()
+        job = _Job(list(parts))
         if not job.parts:
             return
         device = job.parts[0].target.device
         # what the caller's stream still does with this memory comes first: it may have belonged to another tensor a moment ago
         ready = torch.cuda.current_stream(device).record_event()
         buffers = self._memory.split(self.size)
-
-        def work(first: int, ended: Event) -> None:
-            try:
-                _work(job, buffers[first : first + 2], device, ready)
-            except BaseException as error:
-                failures.append(error)
-                job.stop()
-            finally:
-                ended.set()
-
-        begun: list[Event] = []
         try:
             for i in range(min(self.threads, len(job.parts))):
-                ended = Event()
-                Thread(target=work, args=(2 * i, ended), daemon=True).start()
-                begun.append(ended)
-            for ended in begun:
-                ended.wait()
-        finally:  # after an interrupt too: files and memory are in use until the threads have ended and the copies are done
-            job.stop()
-            for ended in begun:
-                ended.wait()
-            try:
-                torch.cuda.synchronize(device)
-            except RuntimeError as error:
-                failures.append(error)
-        if failures:
-            raise failures[0]
+                Thread(target=job.work, args=(buffers[2 * i : 2 * i + 2], device, ready), daemon=True).start()
+            job.wait()
+        except BaseException as error:
+            job.fail(error)
+        job.wait_until_unused()
+        if job.failures:
+            raise job.failures[0]
+
+
+def _pinned(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 class _Job:
-    """Parts as the compiled loop takes them, shared by the threads."""
+    """Parts as the compiled loop takes them, shared by the threads, and which of these are still at it."""
 
-    def __init__(self, parts: Sequence[Part], functions: Functions) -> None:
+    def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = parts
-        self._functions = functions
+        self.failures: list[BaseException] = []
         rows = [(part.file.descriptor, part.offset, part.target.data_ptr(), part.target.numel()) for part in parts]
         self._table: Words = np.array(rows, np.int64).reshape(-1, 4)
         self._taken = np.zeros(1, np.int64)
-
-    def stop(self) -> None:
-        """No thread begins another part."""
-        self._taken[0] = len(self.parts)
+        self._working = 0
+        self._changed = Condition()
 
     def loop(self, buffers: Words, events: Words, stream: int, turn: int) -> tuple[int, int]:
         """See `read_and_copy`."""
-        part, turn = read_and_copy(self._table, self._taken.ctypes.data, buffers, events, stream, turn, self._functions)
-        return part, turn
+        return read_and_copy(self._table, self._taken.ctypes.data, buffers, events, stream, turn, functions())
 
+    def fail(self, error: BaseException) -> None:
+        """No thread begins another part."""
+        self.failures.append(error)
+        self._taken[0] = len(self.parts)
 
-def _work(job: _Job, buffers: Sequence[Tensor], device: torch.device, ready: torch.cuda.Event) -> None:
-    """One thread. Device, stream and inference mode are a thread's own."""
-    torch.cuda.set_device(device)
-    stream = torch.cuda.Stream(device)
-    stream.wait_event(ready)
-    torch.cuda.set_stream(stream)
-    events = [stream.record_event() for _ in buffers]
-    addresses = np.array([buffer.data_ptr() for buffer in buffers]), np.array([event.cuda_event for event in events])
-    turn = 0
-    while True:
-        i, turn = job.loop(*addresses, stream.cuda_stream, turn)
-        if i < 0:
-            return
-        slot = turn % len(buffers)
-        _again(job.parts[i], buffers[slot], events[slot])
-        turn += 1
+    def wait(self) -> None:
+        """Until every part was taken and no thread works. A thread that only comes later finds nothing to do."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._taken[0] >= len(self.parts) and not self._working)
+
+    def wait_until_unused(self) -> None:
+        """The same, whatever interrupts: until then files and memory are in use."""
+        while True:
+            try:
+                return self.wait()
+            except BaseException as error:
+                self.fail(error)
+
+    def work(self, buffers: Sequence[Tensor], device: torch.device, ready: torch.cuda.Event) -> None:
+        """One thread. Device, stream and inference mode are a thread's own."""
+        with self._changed:
+            self._working += 1
+        try:
+            torch.cuda.set_device(device)
+            stream = torch.cuda.Stream(device)
+            try:
+                stream.wait_event(ready)
+                self._copy(buffers, stream)
+            finally:
+                stream.synchronize()
+        except BaseException as error:
+            self.fail(error)
+        finally:
+            with self._changed:
+                self._working -= 1
+                self._changed.notify_all()
+
+    def _copy(self, buffers: Sequence[Tensor], stream: torch.cuda.Stream) -> None:
+        torch.cuda.set_stream(stream)
+        events = [stream.record_event() for _ in buffers]
+        addresses = np.array([buffer.data_ptr() for buffer in buffers]), np.array([event.cuda_event for event in events])
+        turn = 0
+        while True:
+            i, turn = self.loop(*addresses, stream.cuda_stream, turn)
+            if i < 0:
+                return
+            slot = turn % len(buffers)
+            _again(self.parts[i], buffers[slot], events[slot])
+            turn += 1
 
 
 def _again(part: Part, buffer: Tensor, free: torch.cuda.Event) -> None:

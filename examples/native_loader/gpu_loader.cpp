@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <exception>
 #include <functional>
@@ -264,14 +265,21 @@ bool can_register_read_only(int device) {
     return supported != 0;
 }
 
-LoadPath choose(const LoadOptions& options, double resident) {
+bool refuses_direct_reads(const std::string& path) {  // some file systems do
+    const int descriptor = ::open(path.c_str(), O_RDONLY | O_DIRECT | O_CLOEXEC);
+    if (descriptor >= 0) ::close(descriptor);
+    return descriptor < 0 && errno == EINVAL;
+}
+
+LoadPath choose(const LoadOptions& options, const std::vector<const Shard*>& shards, double resident) {
     if (options.path != LoadPath::automatic) return options.path;
-    return resident < 0.9 ? LoadPath::direct : LoadPath::ring;
+    const bool direct = resident < 0.9 && !shards.empty() && !refuses_direct_reads(shards.front()->file().path());
+    return direct ? LoadPath::direct : LoadPath::ring;
 }
 
 LoadOptions with_defaults(LoadOptions options) {
     const bool mapped = options.path == LoadPath::mapped, direct = options.path == LoadPath::direct;
-    // A disk is read fastest by few threads in large pieces; the page cache by many, into buffers that stay in a core's cache.
+    // A disk is read fastest by few threads in large pieces; the page cache by many, into buffers that stay in the processor's cache.
     if (options.threads == 0) options.threads = mapped || direct ? 4 : 16;
     if (options.chunk == 0) options.chunk = (mapped ? 256u : direct ? 32u : 2u) << 20;
     if (options.threads < 1 || options.buffers < 1 || options.chunk % kPage != 0) {
@@ -312,7 +320,7 @@ GpuShards::GpuShards(std::vector<const Shard*> shards, const LoadOptions& reques
         return memory_[chunk.shard]->data() + (chunk.offset - shards_[chunk.shard]->data_start());
     };
     LoadOptions options = requested;
-    options.path = choose(requested, times_.resident);
+    options.path = choose(requested, shards_, times_.resident);
     options = with_defaults(options);
     times_.path = name_of(options.path);
     times_.threads = options.threads;

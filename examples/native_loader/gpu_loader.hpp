@@ -17,7 +17,7 @@ struct CudaError : std::runtime_error {
 };
 
 enum class LoadPath {
-    automatic,  // ring if the files are in the page cache, else direct
+    automatic,  // ring if the files are in the page cache or their file system has no direct reads, else direct
     mapped,     // pages of the mapping registered read-only: copied by the GPU straight from the page cache
     ring,       // read from the page cache into pinned buffers
     direct,     // the same past the page cache (O_DIRECT)

@@ -15,6 +15,7 @@ from convert.errors import MachineError, OutputError, UsageError
 from convert.pipeline.convert import convert
 from convert.reads import OpenFile
 from convert.shards import device as device_module
+from convert.shards import ring as ring_module
 from convert.shards.device import PATHS, load_rank
 from convert.shards.reader import open_shards
 from convert.shards.ring import PinnedRing
@@ -34,10 +35,15 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
+def _never(part: ring_module.Part, *_: object) -> None:
+    raise MachineError(f"the compiled loop left the part at {part.offset} of {part.file.path}")
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_every_byte_arrives(converted: Path, path: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_module, "REGISTER", 5 << 20)  # several pieces a file
+    monkeypatch.setattr(ring_module, "_again", _never)
     host, loaded = load_rank(converted, 1, device="cpu"), load_rank(converted, 1, path=path, threads=threads)
     assert loaded.bytes == sum(shard.size for shard in open_shards(converted, 1).shards()) > 40 << 20
     assert host.tensors.keys() == loaded.tensors.keys()
@@ -61,8 +67,9 @@ def test_shards_to_a_device(converted: Path, path: str, inference: bool) -> None
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("current", [0, 1])
-def test_another_gpu_than_the_first(converted: Path, path: str, current: int) -> None:
+def test_another_gpu_than_the_first(converted: Path, path: str, current: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Device and stream are a thread's own: copies, events and waiting must all be of the device that was asked for."""
+    monkeypatch.setattr(ring_module, "_again", _never)
     host = load_rank(converted, 1, device="cpu")
     with torch.cuda.device(current):
         loaded = load_rank(converted, 1, path=path, device="cuda:1" if current == 0 else "cuda")
