@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from convert.buffers import aligned_buffer
-from convert.checks.plain import Stored, whose
+from convert.checks.plain import Stored
 from convert.checks.report import Finding, Report
 from convert.files import digest
 from convert.layout.protocol import PROJECTIONS, ExpertShape, Layout
@@ -25,8 +25,8 @@ class ExpertCheck:
     """What is needed to check experts of one layer.
 
     `held` maps (rank, stacked name) to the tensor; `owners(expert)` are the ranks that should hold it, in slice order.
-    `piece_digest(rank, name, i)` is the recorded digest of local expert i; `expected(name)` the source's digest or None;
-    `source_bytes(name)` the source's bytes, or None without a source.
+    `piece_digest(rank, name, i)` is the recorded digest of local expert i, or None; `expected(name)` the source's digest or None;
+    `source_bytes(name)` the source's bytes, or None without a source; `hint(name, digest)` what data of this digest in place of `name` tells.
     """
 
     reader: PieceReader
@@ -37,17 +37,17 @@ class ExpertCheck:
     held: Mapping[tuple[int, str], Stored]
     owners: Callable[[int], range]
     first: Callable[[int], int]
-    piece_digest: Callable[[int, str, int], bytes]
+    piece_digest: Callable[[int, str, int], bytes | None]
     expected: Callable[[str], bytes | None]
     source_bytes: Callable[[str], Bytes] | None
-    holders: Callable[[bytes], list[str]]
+    hint: Callable[[str, bytes], str]
     report: Report
 
     def check(self, expert: int) -> None:
         """Check one expert on all its ranks."""
         ranks = [rank for rank in self.owners(expert) if (rank, self._stacked()[0]) in self.held]
         pieces = self._read(expert, ranks)
-        damaged = {key for key, piece in pieces.items() if digest(piece) != self.piece_digest(*key, self._local(expert, key[0]))}
+        damaged = {key for key, piece in pieces.items() if self.piece_digest(*key, self._local(expert, key[0])) not in (None, digest(piece))}
         whole = len(ranks) == len(self.owners(expert))
         provable = whole or self.source_bytes is not None
         self.report.count(size=sum(piece.nbytes for piece in pieces.values()))
@@ -129,7 +129,7 @@ class ExpertCheck:
                 culprits = {(rank, full) for rank in ranks if (rank, full) in damaged}
                 wrong[projection, kind] = culprits
                 culprits = culprits or {(rank, full) for rank in dirty}
-                hint = whose(self.holders(found)) or self._swapped(expert, kind, ranks, matrices, projection, {r for r, _ in culprits})
+                hint = self.hint(name, found) or self._swapped(expert, kind, ranks, matrices, projection, {r for r, _ in culprits})
                 for rank, stacked_name in sorted(culprits):
                     hint = hint or self._whose_piece(rank, stacked_name, pieces)
                 suspects = [rank for rank, _ in sorted(culprits)] or self._differing_ranks(expert, projection, kind, matrix, ranks)

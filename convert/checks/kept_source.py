@@ -47,9 +47,9 @@ def read_kept_source(out: Path, manifest: Manifest) -> KeptSource:
         blob = (out / "source" / "digests.bin").read_bytes()
         model = parse_config(config)
     except (OSError, ValueError, EOFError, zlib.error, KeyError, TypeError, ConvertError) as error:
-        raise OutputError(f"{out}/source: {error}; what is kept of the source is damaged, so nothing can be proven: convert again") from error
+        raise OutputError(f"{out}/source is damaged ({error}), so nothing can be proven; make OUT again: convert with --overwrite") from error
     entries = [entry for header in headers for entry in header.tensors]
     if len(blob) != 16 * len(entries):
-        raise OutputError(f"{out}/source/digests.bin has {len(blob)} bytes, expected 16 for each of the {len(entries)} source tensors")
+        raise OutputError(f"{out}/source/digests.bin has {len(blob)} bytes, expected {16 * len(entries)}; make OUT again: convert with --overwrite")
     digests = {entry.name: blob[16 * i : 16 * i + 16] for i, entry in enumerate(entries)}
     return KeptSource(tuple(headers), config, config_bytes, model, {entry.name: entry for entry in entries}, digests)

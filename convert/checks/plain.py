@@ -54,7 +54,7 @@ def read_rows(reader: PieceReader, stored: Stored, begin: int, end: int) -> Byte
 
 def check_plain(
     reader: PieceReader, origin: Origin, layer: int | None, held: Sequence[Stored], tp: int, expected: bytes | None,
-    rows_of_source: Callable[[int, int], Bytes] | None, holders: Callable[[bytes], list[str]], report: Report,
+    rows_of_source: Callable[[int, int], Bytes] | None, hint: Callable[[bytes], str], report: Report,
 ) -> None:  # fmt: skip
     """Check a tensor on all ranks that hold it.
 
@@ -85,12 +85,13 @@ def check_plain(
         found = {item.rank: stored_digests[item.rank].digest() for item in wrong}
         for item in wrong:
             if item not in damaged:
-                report.add(_finding(item, origin, layer, "differs from the source" + whose(holders(found[item.rank]))))
+                report.add(_finding(item, origin, layer, "differs from the source" + hint(found[item.rank])))
     elif whole.digest() != expected and not damaged:
         culprits = [] if rows_of_source is None else [item for item in held if _differs(reader, item, origin.axis, rows_of_source)]
-        report.add(*(_finding(item, origin, layer, "differs from the source") for item in culprits))
+        told = hint(whole.digest())
+        report.add(*(_finding(item, origin, layer, "differs from the source" + told) for item in culprits))
         if not culprits:
-            what = f"{origin.tensor}, put together from all ranks, differs from the source" + whose(holders(whole.digest()))
+            what = f"{origin.tensor}, put together from all ranks, differs from the source{told}"
             report.add(Finding(held[0].shard.path, what, layer))
 
 
@@ -106,11 +107,6 @@ def _differs(reader: PieceReader, item: Stored, axis: int | None, rows_of_source
         if not np.array_equal(read_rows(reader, item, begin, end), theirs if axis == 0 else theirs[:, rank * width : (rank + 1) * width]):
             return True
     return False
-
-
-def whose(names: list[str]) -> str:
-    """What a digest that belongs to other tensors tells."""
-    return f": it holds the data of {names[0]}" if names else ""
 
 
 def _finding(item: Stored, origin: Origin, layer: int | None, what: str) -> Finding:

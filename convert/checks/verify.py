@@ -31,6 +31,7 @@ from convert.shards.format import is_filler
 from convert.shards.manifest import Manifest, Origin, Shard, UnitInfo, read_manifest
 
 Progress = Callable[[int, int], None]
+REMAKE = "to mend it make it again: convert with --overwrite"
 
 
 def verify(out: str | os.PathLike[str], source: str | None = None, *, threads: int | None = None, progress: Progress | None = None) -> Report:
@@ -72,11 +73,18 @@ class _Data:
     def __init__(self, out: Path, manifest: Manifest, kept: KeptSource, source: Source | None, report: Report, good: set[str]) -> None:
         self._manifest, self._kept, self._source, self._report, self._good = manifest, kept, source, report, good
         self._reader = PieceReader(lambda path: out / path)
-        sidecar = out / "digests.bin"  # where it is missing, that was found already, and no expert has its digest
-        self._piece_digests = sidecar.read_bytes() if sidecar.is_file() else b""
+        self._piece_digests = self._sound(out, "digests.bin")
+        self._source_digests_hold = bool(self._sound(out, "source/digests.bin"))
+        if source is None and not self._source_digests_hold:
+            raise OutputError(f"{out}/source/digests.bin is damaged, so nothing can be proven from {out} alone: give --source; {REMAKE}")
         self._bytes_of = lru_cache(maxsize=16)(self._read_source)
         if manifest.layout_id not in LAYOUTS:
             raise OutputError(f"{out}: the layout {manifest.layout_id} is not one this program knows")
+
+    def _sound(self, out: Path, name: str) -> bytes:
+        """What a file of digests holds; nothing where it is not the file the manifest lists, which was found already and is no other file's fault."""
+        data = (out / name).read_bytes() if (out / name).is_file() else b""
+        return data if digest(data).hex() in [file.digest for file in self._manifest.files if file.path == name] else b""
 
     def run(self, threads: int, progress: Progress | None) -> None:
         """Check every unit whose shards are structurally sound."""
@@ -111,7 +119,7 @@ class _Data:
     def _check_plain(self, origin: Origin, held: list[Stored], layer: int | None) -> None:
         name = origin.sources[0]
         rows = None if self._source is None else partial(self._rows, name)
-        check_plain(self._reader, origin, layer, held, self._manifest.tp, self._expected(name), rows, self._kept.holders, self._report)
+        check_plain(self._reader, origin, layer, held, self._manifest.tp, self._expected(name), rows, partial(self._hint, name), self._report)
 
     def _expert_tasks(self, unit: UnitInfo, shards: list[Shard]) -> Iterator[Callable[[], None]]:
         stacked = [origin.tensor for origin in unit.tensors if origin.rule == "experts"]
@@ -132,19 +140,27 @@ class _Data:
             reader=self._reader, layout=layout, shape=shape, prefix=stacked[0].rpartition(".")[0], layer=unit.layer, held=held,
             owners=lambda expert: expert_owner(expert, experts, manifest.tp, manifest.ep), first=lambda rank: rank // moe_tp * local,
             piece_digest=lambda rank, name, i: self._piece(held[rank, name], i), expected=self._expected,
-            source_bytes=None if self._source is None else self._bytes_of, holders=self._kept.holders, report=self._report,
+            source_bytes=None if self._source is None else self._bytes_of, hint=self._hint, report=self._report,
         )  # fmt: skip
         for (rank, name), item in held.items():
             at = item.tensor.experts or 0
-            if digest(self._piece_digests[at : at + 16 * local]).hex() != item.tensor.digest:
+            if self._piece_digests and digest(self._piece_digests[at : at + 16 * local]).hex() != item.tensor.digest:
                 what = f"{name}: its digest is not that of its experts' digests in digests.bin"
                 self._report.add(Finding(item.shard.path, what, unit.layer, rank=rank))
         owned = sorted({expert for rank in {rank for rank, _ in held} for expert in range(rank // moe_tp * local, (rank // moe_tp + 1) * local)})
         yield from (partial(check.check, expert) for expert in owned)
 
-    def _piece(self, stored: Stored, i: int) -> bytes:
+    def _piece(self, stored: Stored, i: int) -> bytes | None:
         at = (stored.tensor.experts or 0) + 16 * i
-        return self._piece_digests[at : at + 16]
+        return self._piece_digests[at : at + 16] or None
+
+    def _hint(self, name: str, found: bytes) -> str:
+        """What it tells that OUT has data of this digest in the place of a source tensor."""
+        if self._source is not None and self._source_digests_hold and self._kept.digests.get(name) == found:
+            file = self._source.tensors[name].file
+            return f", but not from the digest that OUT keeps of it: {file} of the source may be damaged; fetch it again first"
+        holders = self._kept.holders(found)
+        return f": it holds the data of {holders[0]}" if holders else ""
 
     def _check_fillers(self, shard: Shard, layer: int | None) -> None:
         from convert.checks.plain import read_rows
@@ -162,7 +178,7 @@ class _Data:
             return None if kept == ZEROS else kept
         value = digest(self._bytes_of(name)) if self._source.tensors[name].entry.size < 64 << 20 else self._stream(name)
         if kept not in (ZEROS, value):
-            self._report.add(Finding("source/digests.bin", f"the kept digest of {name} is not that of the source"))
+            self._report.add(Finding("source/digests.bin", f"the kept digest of {name} is not that in {self._source.tensors[name].file}"))
         return value
 
     def _stream(self, name: str) -> bytes:

@@ -10,6 +10,8 @@ import click
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+#: no checkpoint has more layers, ranks or experts, and no benchmark more tokens
+LARGEST = 1_000_000
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
 
 
@@ -46,6 +48,8 @@ class Numbers(click.ParamType):  # type: ignore[type-arg, unused-ignore]
             match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
             if match is None or (match[2] and int(match[2]) < int(match[1])):
                 self.fail(f"{value!r}: write numbers and ranges such as 0,4 or 1-3", param, ctx)
+            if int(match[2] or match[1]) > LARGEST:
+                self.fail(f"{value!r}: {match[2] or match[1]} is more than there can be", param, ctx)
             numbers.update(range(int(match[1]), int(match[2] or match[1]) + 1))
         return tuple(sorted(numbers))
 

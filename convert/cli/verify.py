@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from convert.cli import output
 from convert.cli.options import Numbers, gigabytes, json_option
+from convert.files import machine_errors
 
 if TYPE_CHECKING:
     from convert.checks.kernel.results import KernelReport
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
 #: findings printed in full; a broken folder can have a hundred thousand
 SHOWN = 40
+#: files without which nothing can be reused
+KEPT = ("manifest.json", "digests.bin", "source/digests.bin", "source/config.json")
 
 
 @click.command("verify")
@@ -50,6 +54,7 @@ def command(
     given = [name for name in scope if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE]
     if given and not kernel:
         raise click.UsageError(f"--{given[0]} goes with --kernel; without it everything is checked", ctx)
+    _prepare(report)
     ok = _kernel(out, source, report, as_json, scope) if kernel else _exact(out, source, threads, report, as_json)
     if not ok:
         ctx.exit(1)
@@ -67,8 +72,19 @@ def _exact(out: str, source: str | None, threads: int | None, folder: Path | Non
         _show(found.findings)
         output.result(_summary(found, source))
         if not found.ok:
-            output.message("to mend it: remove the files named above and run the same convert command again; it remakes what is missing")
+            output.message(f"to mend it: {_mend(found.findings)}")
     return found.ok
+
+
+def _mend(findings: Sequence[Finding]) -> str:
+    """What to do first."""
+    if any("cannot be read" in finding.what for finding in findings):
+        return "see that the files named above can be read, then verify again"
+    if any("fetch it again" in finding.what for finding in findings):
+        return "fetch the source files named above again, then verify again, before anything is removed"
+    if any(finding.path in KEPT or finding.path.startswith("source/headers/") for finding in findings):
+        return "run the same convert command again with --overwrite: what the folder keeps to prove itself is damaged"
+    return "remove the files named above and run the same convert command again; it remakes what is missing"
 
 
 def _summary(found: Report, source: str | None) -> str:
@@ -116,7 +132,15 @@ def _show(findings: Sequence[Finding]) -> None:
         output.result(f"... and {len(findings) - SHOWN} more; --json lists all")
 
 
+def _prepare(folder: Path | None) -> None:
+    """Before hours of work: can the report be written there?"""
+    if folder is not None:
+        with machine_errors(f"creating {folder}"):
+            folder.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=folder):
+                pass
+
+
 def _write(folder: Path | None, name: str, document: dict[str, Any]) -> None:
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(json.dumps(document, indent=1) + "\n")

@@ -9,7 +9,8 @@ from typing import Any
 
 from convert.checkpoint.identity import SourceIdentity, identity_from_json
 from convert.checkpoint.source import Source
-from convert.errors import MachineError, SourceError, UsageError
+from convert.checks.kept_source import ZEROS
+from convert.errors import MachineError, OutputError, SourceError, UsageError
 from convert.files import existing
 from convert.pipeline.records import WORK, WorkFolder
 from convert.planning.output import OutputPlan
@@ -22,9 +23,11 @@ from convert.shards.manifest import Manifest
 CHECKS = ("none", "exact", "kernel")
 #: room for indexes, manifest, headers of the source and other small files
 SMALL_FILES = 64 << 20
+#: the digests of the source's tensors, in OUT
+KEPT = "source/digests.bin"
 
 
-def refuse_foreign(out: Path, source: Source) -> None:
+def refuse_foreign(out: Path, source: Source, overwrite: bool) -> None:
     """Raise UsageError for an OUT that is the source, lies in it, is no folder, or holds something that is not a conversion."""
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out} is not a folder")
@@ -32,7 +35,10 @@ def refuse_foreign(out: Path, source: Source) -> None:
     if here == there or there in here.parents:
         raise UsageError(f"{out} is the source folder or lies in it; choose another place for the output")
     if out.is_dir() and any(out.iterdir()) and not is_ours(out):
-        raise UsageError(f"{out} is not empty and is not a conversion; choose an empty folder")
+        if not (out / "source" / "headers").is_dir():
+            raise UsageError(f"{out} is not empty and is not a conversion; choose an empty folder")
+        if not overwrite:
+            raise UsageError(f"{out} holds files of a conversion but no manifest.json; use --overwrite to make it again")
 
 
 def is_ours(out: Path) -> bool:
@@ -64,13 +70,27 @@ def begin_or_continue(work: WorkFolder, identity: SourceIdentity, options: dict[
     if (difference := identity_from_json(job["identity"]).continued_by(identity)) is not None:
         raise SourceError(f"{work.out} was begun from another source: {difference}; use another OUT, or --overwrite to start again")
     touched = [name for name, stamp in stamps.items() if job["stamps"].get(name) != stamp]
-    if touched and not work.any_finished():
+    known = (work.out / KEPT).exists()  # then the digest of every tensor is compared
+    if touched and (known or not work.any_finished()):
         work.begin({"options": options, "identity": identity.as_json(), "stamps": dict(stamps)})
     elif touched:
         raise SourceError(
             f"{touched[0]} was written again after {work.out} was begun, and a sample cannot prove that all of it is the same; "
             "use --overwrite to start again"
         )
+
+
+def kept_digests(out: Path, source: Source) -> dict[str, tuple[bytes, str]]:
+    """Digest and file of each source tensor, as OUT keeps them from when it was finished: what is made again must come of the same bytes."""
+    try:
+        blob = (out / KEPT).read_bytes()
+    except FileNotFoundError:
+        return {}
+    entries = [(entry.name, header.file) for header in source.headers for entry in header.tensors]
+    if len(blob) != 16 * len(entries):
+        raise OutputError(f"{out}/{KEPT} has {len(blob)} bytes, expected {16 * len(entries)}; use --overwrite to start again")
+    digests = {name: (blob[16 * i : 16 * i + 16], file) for i, (name, file) in enumerate(entries)}
+    return {name: kept for name, kept in digests.items() if kept[0] != ZEROS}
 
 
 def compare_options(out: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from convert.checkpoint.source import INDEX_NAME
 from convert.checks.kept_source import ZEROS, read_kept_source
 from convert.errors import OutputError, UsageError
-from convert.files import sync_folder
+from convert.files import digest, sync_folder
 from convert.pipeline.records import WORK, WorkFolder
 from convert.planning.output import OutputPlan
 from convert.shards.finished import FinishedFile, FinishedUnit
@@ -68,22 +68,34 @@ def _own_form(path: Path) -> bool:
 def has_lost_files(out: Path, manifest: Manifest) -> bool:
     """Whether a finished OUT lacks a file, or has one of another size. What is in the files is for `verify` to say."""
     sizes = {shard.path: shard.size for shard in manifest.shards} | {file.path: file.size for file in manifest.files}
-    return not all((out / path).is_file() and (out / path).stat().st_size == size for path, size in sizes.items())
+    return not all(_is_there(out, path, size) for path, size in sizes.items())
+
+
+def _is_there(out: Path, path: str, size: int) -> bool:
+    return (out / path).is_file() and (out / path).stat().st_size == size
+
+
+def _sound(out: Path, manifest: Manifest, name: str) -> bytes:
+    """What a file holds, if it is what the manifest has the digest of."""
+    data = (out / name).read_bytes() if (out / name).is_file() else b""
+    if digest(data).hex() not in [file.digest for file in manifest.files if file.path == name]:
+        how = "damaged" if data else "missing"
+        raise OutputError(f"{out}/{name} is {how}, so what is left cannot be reused; start again with --overwrite")
+    return data
 
 
 def reopen(out: Path, plan: OutputPlan, manifest: Manifest, work: WorkFolder) -> None:
     """Turn a finished OUT that has lost files into one that is being made: records for its units, and no manifest.
 
-    Records stand only for files that are there, so just the others are made anew. Raises OutputError where what is kept of the source is gone too.
+    A unit that has lost a file gets none, and is made anew. Raises OutputError where what is kept of the source is gone or damaged too.
     """
     kept = read_kept_source(out, manifest)
-    try:
-        blob = (out / "digests.bin").read_bytes()
-    except FileNotFoundError:
-        raise OutputError(f"{out}/digests.bin is missing, so what is left cannot be reused; start again with --overwrite") from None
+    blob = _sound(out, manifest, "digests.bin")
+    _sound(out, manifest, "source/digests.bin")
     planned = {unit.name for unit in plan.units}
+    lost = {shard.unit for shard in manifest.shards if not _is_there(out, shard.path, shard.size)}
     for unit in manifest.units:
-        if unit.name in planned:
+        if unit.name in planned - lost:
             work.record(_record(unit, [shard for shard in manifest.shards if shard.unit == unit.name], kept.digests, blob, plan.experts))
     (out / "manifest.json").unlink()
     sync_folder(out)

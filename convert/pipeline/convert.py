@@ -22,6 +22,7 @@ from convert.pipeline.begin import (
     begin_or_continue,
     compare_finished,
     job_options,
+    kept_digests,
     refuse_foreign,
     refuse_full_disk,
 )
@@ -35,7 +36,7 @@ from convert.pipeline.kernel_check import Check, kernel_check
 from convert.pipeline.records import WorkFolder, locked
 from convert.pipeline.stages import Stages, Tools
 from convert.pipeline.tensor_job import tensor_jobs
-from convert.pipeline.unit_work import UnitWork
+from convert.pipeline.unit_work import Kept, UnitWork
 from convert.planning.output import Options, OutputPlan, OutputUnit, plan_output
 from convert.planning.rules import expert_tensors
 from convert.reads import PieceReader
@@ -88,7 +89,7 @@ def convert(
     opened = open_source(source, hub)
     plan = plan_output(opened, Options(tp, ep, None if layers is None else tuple(layers), None if ranks is None else tuple(ranks)))
     folder = Path(out)
-    refuse_foreign(folder, opened)
+    refuse_foreign(folder, opened, overwrite)
     budget = choose_budget(plan, opened, threads, memory)
     run_kernel = kernel_check(opened, plan, folder) if verify == "kernel" else None
     with machine_errors(f"creating {folder}"):
@@ -122,7 +123,7 @@ def _convert(
             reopen(out, plan, manifest, work)
         work.remove_partials()
         records = {unit.name: record for unit in plan.units if (record := work.finished(plan, unit)) is not None}
-    found = len(records)
+    found, kept = len(records), kept_digests(out, source)
     left = [unit for unit in plan.units if unit.name not in records]
     fetched = fetching(source, plan, left, out, fetch_progress)
     refuse_full_disk(out, plan, records, fetched.place, fetched.room)
@@ -145,7 +146,7 @@ def _convert(
     reader = PieceReader(source.path, direct_io and source.folder is not None)
     tools = Tools(fetched.supply, reader, BufferPool(budget.memory), stages, verify != "none", _counter(source, left, progress))
     fetched.supply.start()
-    Executor(tools, budget.threads, finished).run(_jobs(source, plan, left, out, identity, budget, direct_io))
+    Executor(tools, budget.threads, finished).run(_jobs(source, plan, left, out, identity, budget, direct_io, kept))
     finish_output(source, identity, plan, records, out, verify, stages)
     work.remove()
     return Report(out, len(left), found, plan.total_bytes, stages)
@@ -158,11 +159,11 @@ def _load_compiled() -> None:
 
 
 def _jobs(
-    source: Source, plan: OutputPlan, units: Sequence[OutputUnit], out: Path, identity: SourceIdentity, budget: Budget, direct_io: bool
+    source: Source, plan: OutputPlan, units: Sequence[OutputUnit], out: Path, identity: SourceIdentity, budget: Budget, direct_io: bool, kept: Kept
 ) -> Iterator[Job]:
     """All jobs in order, each unit's made only when its turn comes."""
     for unit in units:
-        work = UnitWork(plan, unit, out, identity.id, direct_io)
+        work = UnitWork(plan, unit, out, identity.id, direct_io, kept)
         jobs: list[Job] = [*expert_jobs(work, source, budget.batch), *tensor_jobs(work, source)]
         work.jobs_left = len(jobs)
         yield from jobs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -9,6 +10,7 @@ from threading import Lock
 import numpy as np
 import numpy.typing as npt
 
+from convert.errors import SourceError
 from convert.files import digest
 from convert.planning.output import OutputPlan, OutputUnit
 from convert.shards.finished import FinishedFile, FinishedUnit
@@ -16,6 +18,8 @@ from convert.shards.format import header_bytes, is_filler
 from convert.shards.writer import ShardFile, finish_files
 
 Digests = npt.NDArray[np.uint8]
+#: digest and file of source tensors that were converted into this OUT before
+Kept = Mapping[str, tuple[bytes, str]]
 
 
 @dataclass(eq=False)
@@ -27,6 +31,7 @@ class UnitWork:
     out: Path
     source_id: str
     direct_io: bool
+    kept: Kept = field(default_factory=dict)
     jobs_left: int = 0
     state: str = "new"
     files: dict[int | None, ShardFile] = field(default_factory=dict)
@@ -61,7 +66,9 @@ class UnitWork:
             return self.jobs_left == 0
 
     def finish(self) -> FinishedUnit:
-        """Make the files durable under their names and return the record."""
+        """Make the files durable under their names and return the record. Raises SourceError, and no file gets its name, where the source is not what
+        OUT was made from before."""
+        self._refuse_other_data()
         finish_files(list(self.files.values()))
         experts = {key: digests.tobytes() for key, digests in self.expert_digests.items()}
         files = []
@@ -78,6 +85,15 @@ class UnitWork:
                 tensors[name] = value.hex()
             files.append(FinishedFile(rank, self.unit.file_size, digest(self.heads[rank]).hex(), tensors))
         return FinishedUnit(self.unit.name, tuple(files), experts, dict(self.source_digests))
+
+    def _refuse_other_data(self) -> None:
+        for name, found in self.source_digests.items():
+            kept, file = self.kept.get(name, (found, ""))
+            if kept != found:
+                raise SourceError(
+                    f"{file}: {name} is not what {self.out} was made from: its xxh3-128 is {found.hex()}, source/digests.bin there has {kept.hex()}; "
+                    "fetch the file again, then run the same command"
+                )
 
     def discard(self) -> None:
         """Remove what was written of an unfinished unit."""

@@ -142,7 +142,7 @@ def read_manifest(out: Path) -> Manifest:
     except OSError as error:
         raise OutputError(f"{path}: cannot be read ({error.strerror})") from error
     if not seal_holds(raw):
-        raise OutputError(f"{path}: its bytes do not match its own digest: it was damaged or edited; convert again")
+        raise OutputError(f"{path}: its bytes do not match its own digest: it was damaged or edited; make OUT again: convert with --overwrite")
     return parse_manifest(raw, path)
 
 
