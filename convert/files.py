@@ -29,8 +29,15 @@ def digest(data: Buffer) -> bytes:
     return xxhash.xxh3_128_digest(data if isinstance(data, (bytes, memoryview)) else data.data)
 
 
+def refuse_special(path: Path) -> None:
+    """Raise OSError for a pipe, a socket or a device: opening a pipe would wait for ever."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+
+
 def file_digest(path: Path) -> tuple[int, str]:
-    """Size and xxh3-128 (hex) of a file."""
+    """Size and xxh3-128 (hex) of a file. Raises OSError."""
+    refuse_special(path)
     hasher, size = xxhash.xxh3_128(), 0
     with path.open("rb") as file:
         while piece := file.read(CHUNK):

@@ -57,6 +57,8 @@ def main(out: str, layer: int, rank: int, tokens: int, device: str) -> None:
     if not mlp:
         raise click.UsageError(f"layer {layer} has no routed experts here")
     stacked = [f"{mlp}experts.{w}_weight_{kind}" for w in ("w13", "w2") for kind in ("packed", "scale")]
+    if device != "cpu" and not torch.cuda.is_available():
+        raise click.ClickException(f"torch {torch.__version__} sees no CUDA GPU; --device cpu runs a slow model of the kernel")
     w13, w13_scale, w2, w2_scale = (as_tensor(shards[name], shards.dtype(name), device) for name in stacked)
     for name in stacked:
         click.echo(f"{name}  {shards.dtype(name)} {list(shards[name].shape)}")

@@ -60,6 +60,11 @@ def parse_config(config: dict[str, Any]) -> ModelConfig:
     quantization = _quantization(config, nested)
     if _number(text, "num_nextn_predict_layers", 0):
         raise SourceError("config.json: num_nextn_predict_layers is not 0; checkpoints with MTP layers are not supported")
+    rope = text.get("rope_scaling")
+    if rope is not None and not isinstance(rope, dict):
+        raise SourceError(f"config.json: rope_scaling should be an object or null, found {rope!r}")
+    if any(type((rope or {}).get(key, 1)) not in (int, float) for key in ("factor", "mscale_all_dim")):
+        raise SourceError("config.json: factor and mscale_all_dim of rope_scaling should be numbers")
     if text.get("tie_word_embeddings"):
         raise SourceError("config.json: tie_word_embeddings is true; the Kimi-K2 family has an lm_head of its own")
     layers, first, every = _number(text, "num_hidden_layers"), _number(text, "first_k_dense_replace"), _number(text, "moe_layer_freq", 1)
@@ -132,6 +137,8 @@ def _quantization(config: dict[str, Any], nested: bool) -> Quantization:
     if not isinstance(quant, dict) or not isinstance(quant.get("config_groups"), dict):
         method = quant.get("quant_method") if isinstance(quant, dict) else quant
         hint = "; this folder is a conversion already" if method == "marlin-convert" else ""
+        if method == "compressed-tensors":
+            raise SourceError(f"config.json: config_groups of quantization_config should be an object, found {quant.get('config_groups')!r}")
         raise SourceError(f"config.json: quantization_config is of method {method!r}, not compressed-tensors{hint}")
     expected = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
     for key, value in expected.items():

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from convert.checkpoint.header import Header, read_header
 from convert.errors import SourceError
+from convert.files import refuse_special
 
 #: written by `download` beside the files: where they come from
 RECORD = ".marlin-convert-source.json"
@@ -73,6 +74,7 @@ class FolderStore:
     def read(self, name: str) -> bytes:
         """A file whole. Raises SourceError."""
         try:
+            refuse_special(self.path(name))
             return self.path(name).read_bytes()
         except FileNotFoundError:
             raise SourceError(f"{name} is missing in {self.folder}; is this the folder of a published checkpoint?") from None
@@ -113,6 +115,7 @@ def recorded_origin(folder: Path) -> tuple[str, str] | None:
 def header_of(path: Path) -> Header:
     """The checked header of a safetensors file on disk."""
     try:
+        refuse_special(path)
         with path.open("rb") as file:
             return read_header(path.name, os.fstat(file.fileno()).st_size, lambda offset, length: os.pread(file.fileno(), length, offset))
     except OSError as error:

@@ -84,6 +84,10 @@ def run(arguments: list[str]) -> int:
             raise
         click.echo(f"error: this needs {error.name}: pip install '.[{EXTRAS[error.name]}]' in the project's folder", err=True)
         return 2
+    except OSError as error:
+        _show(error)
+        click.echo(f"error: {error}; mend that, then run the same command again", err=True)
+        return 4
     except Exception as error:
         _show(error)
         click.echo(f"internal error: {type(error).__name__}: {error}; set MARLIN_CONVERT_DEBUG=1 and report what it prints", err=True)

@@ -58,7 +58,7 @@ def command(
     if report.made == 0:
         output.result(f"{out} is finished already: {report.found} units, {gigabytes(report.output_bytes)}")
         return
-    found = f" ({report.found} of {report.made + report.found} were there)" if report.found else ""
+    found = f" ({report.found} of {report.made + report.found} were there and were not read again)" if report.found else ""
     proof = {
         "none": "not proven: run verify", "exact": "each proven exact before it was written", "kernel": "each proven exact, and by the kernel",
     }[verify]  # fmt: skip

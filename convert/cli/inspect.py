@@ -21,6 +21,8 @@ def command(path: Path, tensor: str | None, rank: int, as_json: bool) -> None:
     from convert.shards import inspect
 
     if path.is_dir():
+        if rank and not tensor:
+            raise click.UsageError("--rank goes with --tensor: without it the whole folder is shown")
         found = inspect.describe_tensor_of(path, rank, tensor) if tensor else inspect.describe_folder(path)
     else:
         found = inspect.describe_tensor_in(path, tensor) if tensor else inspect.describe_file(path)

@@ -79,6 +79,8 @@ def load_shards(
     `path` is one of PATHS, `threads` how many read for ring and direct. On return all is there, whatever the stream. Raises OutputError for damaged
     files, UsageError for an unknown rank, unit or path, MachineError where CUDA or the disk fails.
     """
+    if isinstance(units, str):
+        raise UsageError(f'units is a list, such as ["{units}"]')
     chosen = [shard for shard in shards.shards() if units is None or shard.unit in units]
     if units is not None and len(chosen) != len(set(units)):
         raise UsageError(f"{shards.out} has no {sorted(set(units) - {shard.unit for shard in chosen})[0]} on rank {shards.rank}")

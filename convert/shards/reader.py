@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from convert.checkpoint.header import parse_header
 from convert.errors import OutputError, UsageError
+from convert.files import refuse_special
 from convert.reads import read_bytes
 from convert.shards.format import is_filler
 from convert.shards.manifest import FusedTensor, Manifest, Shard, StoredTensor, read_manifest
@@ -31,7 +32,7 @@ NUMPY = {
 }  # fmt: skip
 
 
-@dataclass
+@dataclass(repr=False)
 class Shards:
     """One rank's tensors by name. Files are mapped when first touched; views stay valid until `close`."""
 
@@ -49,6 +50,15 @@ class Shards:
     def fused_names(self) -> list[str]:
         """Names of the fused views."""
         return list(self._fused)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._where or name in self._fused
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __repr__(self) -> str:
+        return f"Shards({str(self.out)!r}, rank={self.rank}, {len(self._where)} tensors)"
 
     def __getitem__(self, name: str) -> Array:
         """A tensor or a fused view as a read-only array; bf16 as uint16. KeyError for an unknown name."""
@@ -115,6 +125,7 @@ class Shards:
         if shard.path not in self._maps:
             path = self.out / shard.path
             try:
+                refuse_special(path)
                 with path.open("rb") as file:
                     size = os.fstat(file.fileno()).st_size
                     if size != shard.size:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -159,6 +160,14 @@ def test_a_folder_in_the_place_of_a_file(folder: Path, made: Checkpoint) -> None
     (folder / file).unlink()
     (folder / file).mkdir()
     assert refusal(folder) == f"{file}: cannot be read (Is a directory)"
+
+
+@pytest.mark.parametrize("name", ["", "config.json", INDEX_NAME])
+def test_a_pipe_in_the_place_of_a_file(folder: Path, made: Checkpoint, name: str) -> None:
+    file = name or min(made.files)
+    (folder / file).unlink()
+    os.mkfifo(folder / file)
+    assert "cannot be read (it is not a regular file)" in refusal(folder)
 
 
 def test_no_config(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import termios
@@ -239,3 +240,55 @@ def test_traceback_only_where_asked_for(tiny: Checkpoint, tmp_path: Path, comman
     assert len(command(*arguments)[2].strip().splitlines()) == 1
     monkeypatch.setenv("MARLIN_CONVERT_DEBUG", "1")
     assert "Traceback" in command(*arguments)[2]
+
+
+@pytest.mark.parametrize(
+    "arguments", [("plan", "{source}", "{out}", "--tp", "2", "--layers", "0-99999999999"), ("verify", "{out}", "--kernel", "--experts", "0-9999999")]
+)
+def test_numbers_beyond_all_sense(tiny: Checkpoint, tiny_tp2: Path, command: Command, arguments: tuple[str, ...]) -> None:
+    code, _, said = command(*(argument.format(source=tiny.folder, out=tiny_tp2) for argument in arguments))
+    assert code == 2
+    assert "is more than there can be" in said
+
+
+def test_a_report_that_cannot_be_written_is_found_before_the_work(tiny_tp2: Path, command: Command, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    code, out, said = command("verify", tiny_tp2, "--report", tmp_path / "file")
+    assert (code, out) == (4, "")
+    assert f"creating {tmp_path / 'file'}" in said
+
+
+def test_nowhere_to_write_the_output_to(tiny: Checkpoint, tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        line = [sys.executable, "-m", "convert", "plan", tiny.folder, tmp_path / "out", "--tp", "2"]
+        done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 4
+    assert "No space left on device" in done.stderr
+    assert "internal error" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("spoil", "advice"),
+    [
+        ("rank-00-of-02/layer-001.safetensors", "remove the files named above and run the same convert command again"),
+        ("digests.bin", "run the same convert command again with --overwrite"),
+    ],
+)
+def test_verify_says_how_to_mend_it(tiny_tp2: Path, command: Command, tmp_path: Path, spoil: str, advice: str) -> None:
+    out = shutil.copytree(tiny_tp2, tmp_path / "out")
+    data = bytearray((out / spoil).read_bytes())
+    data[-5000 if len(data) > 5000 else 0] ^= 1
+    (out / spoil).write_bytes(data)
+    code, _, said = command("verify", out)
+    assert code == 1
+    assert advice in said
+
+
+def test_what_the_hubs_tools_leave_is_no_damage(tiny_tp2: Path, command: Command, tmp_path: Path) -> None:
+    out = shutil.copytree(tiny_tp2, tmp_path / "out")
+    (out / ".cache" / "huggingface" / "upload").mkdir(parents=True)
+    (out / ".cache" / "huggingface" / "upload" / "x.metadata").write_text("1")
+    (out / ".gitattributes").write_text("*.safetensors filter=lfs")
+    assert command("verify", out)[0] == 0
+    (out / ".cache" / "other").write_text("1")
+    assert command("verify", out)[0] == 1

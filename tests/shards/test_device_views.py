@@ -105,3 +105,26 @@ def test_layer_and_expert_views(converted: Path) -> None:
     assert sorted(tensors) == sorted(layer)
     assert tensors[prefix + "mlp.experts.w2_weight_scale"].dtype == torch.bfloat16
     assert set(shards.tensors(["top"])) == set(shards.names("top"))
+
+
+def test_what_a_rank_holds_and_how_units_are_named(converted: Path) -> None:
+    from convert.errors import UsageError
+    from convert.shards.device import load_rank
+
+    shards = open_shards(converted, 1)
+    assert list(shards) == shards.names()
+    assert shards.names()[0] in shards
+    assert "no such tensor" not in shards
+    assert repr(shards) == f"Shards({str(converted)!r}, rank=1, {len(shards.names())} tensors)"
+    with pytest.raises(UsageError, match=r'units is a list, such as \["layer-001"\]'):
+        load_rank(converted, 1, device="cpu", units="layer-001")
+
+
+def test_without_a_gpu_it_says_so(converted: Path) -> None:
+    from convert.errors import MachineError
+    from convert.shards.device import load_rank
+
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(MachineError, match="no CUDA GPU to load to"):
+        load_rank(converted, 1)
