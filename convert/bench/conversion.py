@@ -65,7 +65,9 @@ def bench_conversion(
             # each starts from the same state: source out of the cache, no output there
             steps: list[tuple[str, Callable[[], dict[str, Any]]]] = [("cp", partial(_copy, files, place / "copy"))]
             steps += [(v.name, partial(_convert, source, place / "out", [*extra, *v.arguments])) for v in chosen]
-            for name, run in steps[number % len(steps) :] + steps[: number % len(steps)]:
+            # and no variant always comes after the same other one, whose last writes a shared disk may still be at
+            order = steps[number % len(steps) :] + steps[: number % len(steps)]
+            for name, run in order if number % 2 == 0 else reversed(order):
                 if not in_memory:
                     _make_cold(files)
                 result = run()
