@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from convert.checkpoint.config import ModelConfig, parse_config
 from convert.checkpoint.header import Header, TensorEntry, parse_header
 from convert.checkpoint.identity import identity_from_json
 from convert.errors import ConvertError, OutputError
+from convert.files import digest
 from convert.shards.manifest import Manifest
 
 ZEROS = bytes(16)
@@ -34,6 +36,20 @@ class KeptSource:
         return [name for name, known in self.digests.items() if known == value]
 
 
+def digests_by_tensor(headers: Sequence[Header], blob: bytes) -> dict[str, bytes]:
+    """source/digests.bin: 16 bytes for each tensor, in the order of the files and of the tensors in them. Raises OutputError."""
+    names = [entry.name for header in headers for entry in header.tensors]
+    if len(blob) != 16 * len(names):
+        raise OutputError(f"source/digests.bin has {len(blob)} bytes, expected {16 * len(names)}; make OUT again: convert with --overwrite")
+    return {name: blob[16 * i : 16 * i + 16] for i, name in enumerate(names)}
+
+
+def sound_bytes(out: Path, manifest: Manifest, name: str) -> bytes:
+    """What a listed file holds; nothing where it is not there or not what the manifest has the digest of."""
+    data = (out / name).read_bytes() if (out / name).is_file() else b""
+    return data if digest(data).hex() in [file.digest for file in manifest.files if file.path == name] else b""
+
+
 def read_kept_source(out: Path, manifest: Manifest) -> KeptSource:
     """Read source/. Raises OutputError where it is not whole or not of one piece with the manifest."""
     try:
@@ -49,7 +65,4 @@ def read_kept_source(out: Path, manifest: Manifest) -> KeptSource:
     except (OSError, ValueError, EOFError, zlib.error, KeyError, TypeError, ConvertError) as error:
         raise OutputError(f"{out}/source is damaged ({error}), so nothing can be proven; make OUT again: convert with --overwrite") from error
     entries = [entry for header in headers for entry in header.tensors]
-    if len(blob) != 16 * len(entries):
-        raise OutputError(f"{out}/source/digests.bin has {len(blob)} bytes, expected {16 * len(entries)}; make OUT again: convert with --overwrite")
-    digests = {entry.name: blob[16 * i : 16 * i + 16] for i, entry in enumerate(entries)}
-    return KeptSource(tuple(headers), config, config_bytes, model, {entry.name: entry for entry in entries}, digests)
+    return KeptSource(tuple(headers), config, config_bytes, model, {entry.name: entry for entry in entries}, digests_by_tensor(headers, blob))

@@ -7,6 +7,10 @@ from threading import Lock
 from typing import Any
 
 
+#: what a finding says where the output is what it was made to be and the source is not
+SOURCE_DAMAGED = "of the source may be damaged; fetch it again first"
+
+
 @dataclass(frozen=True, order=True)
 class Finding:
     """One thing that is wrong. The coordinates are None where they do not apply."""

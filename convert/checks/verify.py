@@ -17,10 +17,10 @@ from convert.checkpoint.identity import identify, identity_from_json
 from convert.checkpoint.source import Source, open_source
 from convert.checks.derived import check_manifest
 from convert.checks.experts import ExpertCheck
-from convert.checks.kept_source import ZEROS, KeptSource, read_kept_source
+from convert.checks.kept_source import ZEROS, KeptSource, read_kept_source, sound_bytes
 from convert.checks.origins import expert_owner
 from convert.checks.plain import Stored, check_plain
-from convert.checks.report import Finding, Report
+from convert.checks.report import SOURCE_DAMAGED, Finding, Report
 from convert.checks.structural import check_coverage, check_documents, check_listed_files, check_shard, check_small_files
 from convert.errors import OutputError, SourceError, UsageError
 from convert.files import digest, machine_errors
@@ -73,18 +73,13 @@ class _Data:
     def __init__(self, out: Path, manifest: Manifest, kept: KeptSource, source: Source | None, report: Report, good: set[str]) -> None:
         self._manifest, self._kept, self._source, self._report, self._good = manifest, kept, source, report, good
         self._reader = PieceReader(lambda path: out / path)
-        self._piece_digests = self._sound(out, "digests.bin")
-        self._source_digests_hold = bool(self._sound(out, "source/digests.bin"))
+        self._piece_digests = sound_bytes(out, manifest, "digests.bin")
+        self._source_digests_hold = bool(sound_bytes(out, manifest, "source/digests.bin"))
         if source is None and not self._source_digests_hold:
             raise OutputError(f"{out}/source/digests.bin is damaged, so nothing can be proven from {out} alone: give --source; {REMAKE}")
         self._bytes_of = lru_cache(maxsize=16)(self._read_source)
         if manifest.layout_id not in LAYOUTS:
             raise OutputError(f"{out}: the layout {manifest.layout_id} is not one this program knows")
-
-    def _sound(self, out: Path, name: str) -> bytes:
-        """What a file of digests holds; nothing where it is not the file the manifest lists, which was found already and is no other file's fault."""
-        data = (out / name).read_bytes() if (out / name).is_file() else b""
-        return data if digest(data).hex() in [file.digest for file in self._manifest.files if file.path == name] else b""
 
     def run(self, threads: int, progress: Progress | None) -> None:
         """Check every unit whose shards are structurally sound."""
@@ -158,7 +153,7 @@ class _Data:
         """What it tells that OUT has data of this digest in the place of a source tensor."""
         if self._source is not None and self._source_digests_hold and self._kept.digests.get(name) == found:
             file = self._source.tensors[name].file
-            return f", but not from the digest that OUT keeps of it: {file} of the source may be damaged; fetch it again first"
+            return f", but not from the digest that OUT keeps of it: {file} {SOURCE_DAMAGED}"
         holders = self._kept.holders(found)
         return f": it holds the data of {holders[0]}" if holders else ""
 

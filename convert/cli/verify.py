@@ -78,9 +78,11 @@ def _exact(out: str, source: str | None, threads: int | None, folder: Path | Non
 
 def _mend(findings: Sequence[Finding]) -> str:
     """What to do first."""
-    if any("cannot be read" in finding.what for finding in findings):
+    from convert.checks.report import SOURCE_DAMAGED
+
+    if any("(Permission denied)" in finding.what for finding in findings):
         return "see that the files named above can be read, then verify again"
-    if any("fetch it again" in finding.what for finding in findings):
+    if any(SOURCE_DAMAGED in finding.what for finding in findings):
         return "fetch the source files named above again, then verify again, before anything is removed"
     if any(finding.path in KEPT or finding.path.startswith("source/headers/") for finding in findings):
         return "run the same convert command again with --overwrite: what the folder keeps to prove itself is damaged"

@@ -9,8 +9,8 @@ from typing import Any
 
 from convert.checkpoint.identity import SourceIdentity, identity_from_json
 from convert.checkpoint.source import Source
-from convert.checks.kept_source import ZEROS
-from convert.errors import MachineError, OutputError, SourceError, UsageError
+from convert.checks.kept_source import ZEROS, digests_by_tensor
+from convert.errors import MachineError, SourceError, UsageError
 from convert.files import existing
 from convert.pipeline.records import WORK, WorkFolder
 from convert.planning.output import OutputPlan
@@ -86,11 +86,8 @@ def kept_digests(out: Path, source: Source) -> dict[str, tuple[bytes, str]]:
         blob = (out / KEPT).read_bytes()
     except FileNotFoundError:
         return {}
-    entries = [(entry.name, header.file) for header in source.headers for entry in header.tensors]
-    if len(blob) != 16 * len(entries):
-        raise OutputError(f"{out}/{KEPT} has {len(blob)} bytes, expected {16 * len(entries)}; use --overwrite to start again")
-    digests = {name: (blob[16 * i : 16 * i + 16], file) for i, (name, file) in enumerate(entries)}
-    return {name: kept for name, kept in digests.items() if kept[0] != ZEROS}
+    digests = digests_by_tensor(source.headers, blob)
+    return {name: (value, source.tensors[name].file) for name, value in digests.items() if value != ZEROS}
 
 
 def compare_options(out: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:

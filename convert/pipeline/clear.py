@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from convert.checkpoint.source import INDEX_NAME
-from convert.checks.kept_source import ZEROS, read_kept_source
+from convert.checks.kept_source import ZEROS, read_kept_source, sound_bytes
 from convert.errors import OutputError, UsageError
-from convert.files import digest, sync_folder
+from convert.files import sync_folder
 from convert.pipeline.records import WORK, WorkFolder
 from convert.planning.output import OutputPlan
 from convert.shards.finished import FinishedFile, FinishedUnit
@@ -75,23 +75,16 @@ def _is_there(out: Path, path: str, size: int) -> bool:
     return (out / path).is_file() and (out / path).stat().st_size == size
 
 
-def _sound(out: Path, manifest: Manifest, name: str) -> bytes:
-    """What a file holds, if it is what the manifest has the digest of."""
-    data = (out / name).read_bytes() if (out / name).is_file() else b""
-    if digest(data).hex() not in [file.digest for file in manifest.files if file.path == name]:
-        how = "damaged" if data else "missing"
-        raise OutputError(f"{out}/{name} is {how}, so what is left cannot be reused; start again with --overwrite")
-    return data
-
-
 def reopen(out: Path, plan: OutputPlan, manifest: Manifest, work: WorkFolder) -> None:
     """Turn a finished OUT that has lost files into one that is being made: records for its units, and no manifest.
 
     A unit that has lost a file gets none, and is made anew. Raises OutputError where what is kept of the source is gone or damaged too.
     """
     kept = read_kept_source(out, manifest)
-    blob = _sound(out, manifest, "digests.bin")
-    _sound(out, manifest, "source/digests.bin")
+    blob, kept_blob = (sound_bytes(out, manifest, name) for name in ("digests.bin", "source/digests.bin"))
+    if not (blob and kept_blob):
+        name = "digests.bin" if not blob else "source/digests.bin"
+        raise OutputError(f"{out}/{name} is damaged or missing, so what is left cannot be reused; start again with --overwrite")
     planned = {unit.name for unit in plan.units}
     lost = {shard.unit for shard in manifest.shards if not _is_there(out, shard.path, shard.size)}
     for unit in manifest.units:

@@ -284,6 +284,19 @@ def test_verify_says_how_to_mend_it(tiny_tp2: Path, command: Command, tmp_path: 
     assert advice in said
 
 
+@pytest.mark.parametrize("left", [None, 0.5])
+def test_a_shard_that_is_gone_or_cut_off_is_to_be_made_again(tiny_tp2: Path, command: Command, tmp_path: Path, left: float | None) -> None:
+    out = shutil.copytree(tiny_tp2, tmp_path / "out")
+    shard = out / "rank-00-of-02" / "layer-001.safetensors"
+    if left is None:
+        shard.unlink()
+    else:
+        os.truncate(shard, int(shard.stat().st_size * left))
+    code, _, said = command("verify", out)
+    assert code == 1
+    assert "run the same convert command again; it remakes what is missing" in said
+
+
 def test_what_the_hubs_tools_leave_is_no_damage(tiny_tp2: Path, command: Command, tmp_path: Path) -> None:
     out = shutil.copytree(tiny_tp2, tmp_path / "out")
     (out / ".cache" / "huggingface" / "upload").mkdir(parents=True)
