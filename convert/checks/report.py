@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, field
 from threading import Lock
 from typing import Any
 
-
 #: what a finding says where the output is what it was made to be and the source is not
 SOURCE_DAMAGED = "of the source may be damaged; fetch it again first"
 
