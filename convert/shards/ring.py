@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from threading import Condition, Thread
@@ -137,8 +138,8 @@ def _again(part: Part, buffer: Tensor, free: torch.cuda.Event) -> None:
     """A part that the compiled loop did not manage, so that it succeeds another way or says why it cannot."""
     free.synchronize()
     length = part.target.numel()
-    if (got := part.file.fill(buffer[:length].numpy().data, part.offset, length)) < length:
-        raise MachineError(f"{part.file.path} ended at byte {part.offset + got} while it was being read; run verify")
+    if part.file.fill(buffer[:length].numpy().data, part.offset, length) < length:
+        raise MachineError(f"{part.file.path} ended at byte {os.fstat(part.file.plain).st_size} while it was being read; run verify")
     # a target made in inference mode may be written to only there; others may be anywhere
     with torch.inference_mode():
         part.target.copy_(buffer[:length], non_blocking=True)
