@@ -7,16 +7,19 @@ python examples/make_checkpoint.py standin DIR    all of Kimi-K2.6 without its d
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
 import click
+
+# the maker is what the tests are built on; this is a command line for it
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+
 from checkpoints import FULL, Checkpoint, Form, Order, make_layers, make_small, make_standin
 from checkpoints.names import ShapeDtype
-
-__all__ = ["main", "make_layers", "make_small", "make_standin"]
 
 _FOLDER = click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 _ORDER = click.option(

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from convert import open_shards
-from convert.kernels.fused_moe import contiguous_expert_map, fused_moe, route
-from convert.kernels.providers import load
-from convert.layout.marlin import unpack_scale, unpack_weight
+from marlin_convert import open_shards
+from marlin_convert.kernels.fused_moe import contiguous_expert_map, fused_moe, route
+from marlin_convert.kernels.providers import load
+from marlin_convert.layout.marlin import unpack_scale, unpack_weight
 
 #: five roundings to bf16 lie between input and result
 TOLERANCE = 5 * 2.0**-9

@@ -23,7 +23,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 @pytest.fixture(scope="session")
 def tiny_tp2(tiny: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`tiny` converted for tp 2. Not to be changed: copy it."""
-    from convert.pipeline.convert import convert
+    from marlin_convert.pipeline.convert import convert
 
     out = tmp_path_factory.mktemp("tiny_tp2") / "out"
     convert(str(tiny.folder), out, tp=2, threads=2)
@@ -54,7 +54,7 @@ def forks(tiny: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """Runs a command line in this process; returns exit code, stdout and stderr."""
-    from convert.cli import run
+    from marlin_convert.cli import run
 
     def call(*arguments: object) -> tuple[int, str, str]:
         capsys.readouterr()

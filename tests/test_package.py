@@ -16,7 +16,7 @@ import pytest
 from checkpoints import Checkpoint
 
 ROOT = Path(__file__).parents[1]
-SCHEMAS = sorted(path.name for path in (ROOT / "convert" / "schemas").iterdir())
+SCHEMAS = sorted(path.name for path in (ROOT / "schemas").iterdir())
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +46,9 @@ def names_in(wheel: Path) -> set[str]:
 
 def test_wheel_has_all_it_needs(built: Path) -> None:
     names = names_in(next(built.glob("*.whl")))
-    assert {f"convert/schemas/{name}" for name in SCHEMAS} <= names
-    assert "convert/planning/rules.toml" in names
-    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "convert").rglob("*.py")}
+    assert {f"marlin_convert/schemas/{name}" for name in SCHEMAS} <= names
+    assert "marlin_convert/planning/rules.toml" in names
+    modules = {str(path.relative_to(ROOT / "convert")) for path in (ROOT / "convert").rglob("*.py")}
     assert modules == {name for name in names if name.endswith(".py")}
     assert not any(name.startswith(("tests/", "examples/")) for name in names)
 
@@ -60,9 +60,9 @@ def test_wheel_of_the_tree_is_that_of_the_sdist(built: Path, wheel_of_the_tree: 
 def test_sdist_has_sources_tests_and_schemas(built: Path) -> None:
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
-    for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "Makefile", "tests/oracle.py", "examples/make_checkpoint.py"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "Makefile", "tests/support/oracle.py", "examples/make_checkpoint.py"):
         assert name in names
-    assert {f"convert/schemas/{name}" for name in SCHEMAS} <= names  # the link to schemas/ has become a folder
+    assert {f"schemas/{name}" for name in SCHEMAS} <= names
     assert not any("__pycache__" in name or name.endswith(".pyc") for name in names)
 
 
@@ -82,7 +82,7 @@ def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
         command = [str(folder / "bin" / "marlin-convert"), *map(str, arguments)]
         return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=clean)
 
-    where = [str(folder / "bin" / "python"), "-c", "import convert; print(convert.__file__)"]
+    where = [str(folder / "bin" / "python"), "-c", "import marlin_convert; print(marlin_convert.__file__)"]
     found = subprocess.run(where, capture_output=True, text=True, check=True, cwd=folder, env=clean).stdout
     assert found.startswith(str(folder))
     return run

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from checkpoints import make_small
 
-from convert.cli import cli, run
+from marlin_convert.cli import cli, run
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 
@@ -43,7 +43,7 @@ def test_the_numbers_of_full_size(tmp_path: Path) -> None:
     """What the README says of K2.6 is what `plan` says of the stand-in."""
     from checkpoints import make_standin
 
-    from convert import plan
+    from marlin_convert import plan
 
     text = README.read_text()
     make_standin(tmp_path / "standin")

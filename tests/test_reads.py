@@ -13,10 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import convert.reads
-from convert.buffers import aligned_buffer
-from convert.errors import MachineError, SourceError
-from convert.reads import MAX_GAP, Piece, PieceReader, plan_reads
+import marlin_convert.reads
+from marlin_convert.buffers import aligned_buffer
+from marlin_convert.errors import MachineError, SourceError
+from marlin_convert.reads import MAX_GAP, Piece, PieceReader, plan_reads
 
 PAGE = 4096
 

@@ -10,14 +10,14 @@ import pytest
 from checkpoints import make_small
 from jsonschema import Draft202012Validator
 
-from convert.bench.conversion import VARIANTS, bench_conversion, tell_check_apart
-from convert.bench.layout import SHAPES, bench_layout
-from convert.bench.synthetic import config, make_layers
-from convert.checkpoint.source import open_source
-from convert.errors import MachineError
-from convert.planning.output import Options, plan_output
+from marlin_convert.bench.conversion import VARIANTS, bench_conversion, tell_check_apart
+from marlin_convert.bench.layout import SHAPES, bench_layout
+from marlin_convert.bench.synthetic import config, make_layers
+from marlin_convert.checkpoint.source import open_source
+from marlin_convert.errors import MachineError
+from marlin_convert.planning.output import Options, plan_output
 
-SCHEMAS = Path(__file__).parents[2] / "convert" / "schemas"
+SCHEMAS = Path(__file__).parents[2] / "schemas"
 
 
 def valid(name: str, document: Any) -> None:

@@ -11,8 +11,8 @@ from checkpoints import FULL, SMALL, Form, make_config
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from convert.checkpoint.config import ModelConfig, Quantization, parse_config, rewritten
-from convert.errors import SourceError
+from marlin_convert.checkpoint.config import ModelConfig, Quantization, parse_config, rewritten
+from marlin_convert.errors import SourceError
 
 WEIGHTS = ("text_config", "quantization_config", "config_groups", "group_0", "weights")
 REPLACEMENT = {"quant_method": "marlin-convert"}

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save
 
-from convert.checkpoint.header import DTYPE_SIZE, MAX_HEADER, TensorEntry, parse_header, read_header
-from convert.checkpoint.store import header_of
-from convert.errors import SourceError
+from marlin_convert.checkpoint.header import DTYPE_SIZE, MAX_HEADER, TensorEntry, parse_header, read_header
+from marlin_convert.checkpoint.store import header_of
+from marlin_convert.errors import SourceError
 
 many = settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from checkpoints import Checkpoint, make_layers, make_small
 
-from convert.checkpoint.identity import SourceIdentity, identify, identity_from_json, stamps
-from convert.checkpoint.source import open_source
-from convert.errors import SourceError
+from marlin_convert.checkpoint.identity import SourceIdentity, identify, identity_from_json, stamps
+from marlin_convert.checkpoint.source import open_source
+from marlin_convert.errors import SourceError
 
 TINY = {"experts": 2, "moe_intermediate": 64, "layers": 2, "vt_layers": 1, "hidden": 128}
 

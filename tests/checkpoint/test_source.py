@@ -13,8 +13,8 @@ import pytest
 from attacks import ATTACKS, file_of, written
 from checkpoints import Checkpoint, expected_tensor, make_small
 
-from convert.checkpoint.source import INDEX_NAME, open_source, parse_index, weight_files
-from convert.errors import SourceError, UsageError
+from marlin_convert.checkpoint.source import INDEX_NAME, open_source, parse_index, weight_files
+from marlin_convert.errors import SourceError, UsageError
 
 TINY = {"experts": 2, "moe_intermediate": 64, "layers": 2, "vt_layers": 1, "hidden": 128}
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from convert.checkpoint.hub_files import HubOptions
-from convert.checkpoint.staging import Stager, sweep
-from convert.errors import MachineError, SourceError
+from marlin_convert.checkpoint.hub_files import HubOptions
+from marlin_convert.checkpoint.staging import Stager, sweep
+from marlin_convert.errors import MachineError, SourceError
 
 SECONDS = 10
 

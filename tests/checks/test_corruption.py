@@ -13,10 +13,10 @@ import pytest
 import trees
 from checkpoints import Checkpoint, make_small
 
-from convert.checks.report import Finding
-from convert.checks.verify import verify
-from convert.errors import ConvertError, OutputError
-from convert.pipeline.convert import convert
+from marlin_convert.checks.report import Finding
+from marlin_convert.checks.verify import verify
+from marlin_convert.errors import ConvertError, OutputError
+from marlin_convert.pipeline.convert import convert
 
 PREFIX = "language_model.model.layers."
 Command = Callable[..., tuple[int, str, str]]

@@ -13,8 +13,8 @@ import pytest
 import trees
 from checkpoints import Checkpoint
 
-from convert.checks.verify import verify
-from convert.errors import OutputError
+from marlin_convert.checks.verify import verify
+from marlin_convert.errors import OutputError
 
 Document = dict[str, Any]
 Change = Callable[[Document], object]
@@ -305,7 +305,7 @@ def test_digests_of_the_source_taken_away(copied: Path) -> None:
 
 def test_digests_of_the_source_taken_away_from_a_part(tiny: Checkpoint, tmp_path: Path) -> None:
     """Zeros are right only for what was never read."""
-    from convert.pipeline.convert import convert
+    from marlin_convert.pipeline.convert import convert
 
     out = tmp_path / "out"
     convert(str(tiny.folder), out, tp=2, layers=[1], threads=2)

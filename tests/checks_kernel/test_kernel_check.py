@@ -14,9 +14,9 @@ import torch
 from checkpoints import Checkpoint
 from mistakes import Planted, mistakes, plant
 
-from convert.checks.kernel.results import KernelReport
-from convert.checks.kernel.run import verify_kernel
-from convert.errors import MachineError, SourceError, UsageError
+from marlin_convert.checks.kernel.results import KernelReport
+from marlin_convert.checks.kernel.run import verify_kernel
+from marlin_convert.errors import MachineError, SourceError, UsageError
 
 SPLITS = [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4)]
 LAYER = 1

@@ -16,13 +16,13 @@ import pytest
 import trees
 from checkpoints import Checkpoint
 
-from convert import cli
+from marlin_convert import cli
 
 Command = Callable[..., tuple[int, str, str]]
 HEAVY = ("torch", "numba", "huggingface_hub", "transformers", "safetensors", "sgl_kernel", "sglang", "matplotlib")
 PROBE = f"""
 import sys
-from convert.cli import run
+from marlin_convert.cli import run
 code = run(sys.argv[1:])
 print([name for name in {HEAVY!r} if name in sys.modules], code, file=sys.stderr)
 """
@@ -50,9 +50,9 @@ def test_inspect_loads_nothing_heavy(tiny_tp2: Path) -> None:
 
 
 def test_importing_loads_nothing_at_all() -> None:
-    code = "import sys; before = set(sys.modules); import convert; print(sorted(m for m in set(sys.modules) - before if m.startswith('convert')))"
+    code = "import sys; before = set(sys.modules); import marlin_convert; print(sorted(m for m in set(sys.modules) - before if m.startswith("marlin_convert")))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "['convert']\n"
+    assert done.stdout == "['marlin_convert']\n"
 
 
 def test_converting_loads_no_torch(tiny: Checkpoint, tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_inspect_of_what_is_not_there(tiny_tp2: Path, command: Command, verb: st
 def test_progress_goes_to_a_terminal_on_stderr_alone(tiny: Checkpoint, tmp_path: Path) -> None:
     parent, child = os.openpty()
     termios.tcsetwinsize(child, (24, 100))
-    command = [sys.executable, "-m", "convert", "convert", str(tiny.folder), str(tmp_path / "out"), "--tp", "2", "--json"]
+    command = [sys.executable, "-m", "marlin_convert", "convert", str(tiny.folder), str(tmp_path / "out"), "--tp", "2", "--json"]
     done = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=child)
     os.close(child)
     shown = b""
@@ -229,7 +229,7 @@ def test_output_that_nobody_reads(tiny_tp2: Path) -> None:
     """`| head` closes the pipe."""
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "convert", "inspect", str(tiny_tp2), "--json"]
+    command = [sys.executable, "-m", "marlin_convert", "inspect", str(tiny_tp2), "--json"]
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, "")
@@ -260,7 +260,7 @@ def test_a_report_that_cannot_be_written_is_found_before_the_work(tiny_tp2: Path
 
 def test_nowhere_to_write_the_output_to(tiny: Checkpoint, tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
-        line = [sys.executable, "-m", "convert", "plan", tiny.folder, tmp_path / "out", "--tp", "2"]
+        line = [sys.executable, "-m", "marlin_convert", "plan", tiny.folder, tmp_path / "out", "--tp", "2"]
         done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 4
     assert "No space left on device" in done.stderr

@@ -16,8 +16,8 @@ import jsonschema
 import pytest
 import torch
 
-from convert import doctor
-from convert.doctor import Answer, Torch, advice, examine
+from marlin_convert import doctor
+from marlin_convert.doctor import Answer, Torch, advice, examine
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "schemas" / "doctor.schema.json").read_text())
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -101,7 +101,7 @@ def test_a_missing_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 def test_no_place_for_compiled_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fake = types.SimpleNamespace(pack_words=types.SimpleNamespace(stats=types.SimpleNamespace(cache_path=None)))
     real = doctor.importlib.import_module
-    monkeypatch.setattr(doctor.importlib, "import_module", lambda name: fake if name == "convert.layout.words" else real(name))
+    monkeypatch.setattr(doctor.importlib, "import_module", lambda name: fake if name == "marlin_convert.layout.words" else real(name))
     found = examine(tmp_path)
     assert not found.numba_cache["writable"]
     assert "NUMBA_CACHE_DIR" in found.numba_cache["reason"]
@@ -112,7 +112,7 @@ def test_torch_is_not_imported_unless_installed() -> None:
     code = (
         "import sys, importlib.util as u; real = u.find_spec;"
         "u.find_spec = lambda name, *a: None if name == 'torch' else real(name, *a);"
-        "from convert.cli import run; code = run(['doctor', '--json']); sys.exit(code or 'torch' in sys.modules)"
+        "from marlin_convert.cli import run; code = run(['doctor', '--json']); sys.exit(code or 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -14,7 +14,7 @@ from checkpoints import Checkpoint, make_small
 from forks import Forks
 from jsonschema import Draft202012Validator
 
-SCHEMAS = Path(__file__).parents[2] / "convert" / "schemas"
+SCHEMAS = Path(__file__).parents[2] / "schemas"
 NAMES = ("config", "convert", "index", "manifest", "plan", "provenance", "record", "verify")
 Command = Callable[..., tuple[int, str, str]]
 

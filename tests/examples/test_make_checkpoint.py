@@ -99,7 +99,7 @@ def test_standin_takes_no_room(standin: Checkpoint) -> None:
 
 
 def test_full_size_config_is_the_published_one() -> None:
-    path = Path(__file__).parents[2] / "examples" / "k26_config.json"
+    path = Path(__file__).parents[1] / "support" / "k26_config.json"
     assert make_config(FULL) == json.loads(path.read_text())
 
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from mistakes import plant
 from run_moe_layer import main
 
-from convert.pipeline.convert import convert
+from marlin_convert.pipeline.convert import convert
 
 
 def run(*arguments: object) -> tuple[int, str]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / "convert"), str(ROOT / "tests" / "support"), str(ROOT / "tests")]
 
 LAYER, TP = 0, 8
 #: (rank, expert) in which a scale is spoiled
@@ -97,7 +97,7 @@ def main() -> None:
 
 def doctor() -> dict[str, Any]:
     """What the machine is, with the kernel run once."""
-    from convert.doctor import examine
+    from marlin_convert.doctor import examine
 
     found = examine(kernel=True)
     say(f"kernel check: {found.kernel.reason}")
@@ -108,8 +108,8 @@ def compile_all(place: Path) -> dict[str, Any]:
     """Compile the layout and check functions on a small checkpoint, so that no figure below has it in."""
     from checkpoints import make_small
 
-    from convert.checks.kernel.run import verify_kernel
-    from convert.pipeline.convert import convert
+    from marlin_convert.checks.kernel.run import verify_kernel
+    from marlin_convert.pipeline.convert import convert
 
     small = make_small(place / "small", layers=2, experts=4)
     convert(str(small.folder), place / "small-out", tp=2)
@@ -127,7 +127,7 @@ def make(source: Path) -> dict[str, Any]:
 
 def convert_to(source: Path, out: Path, *, tp: int, ep: int, ranks: tuple[int, ...] | None = None) -> dict[str, Any]:
     """Convert, with the figures of each stage."""
-    from convert.pipeline.convert import convert
+    from marlin_convert.pipeline.convert import convert
 
     begin = time.monotonic()
     report = convert(str(source), out, tp=tp, ep=ep, ranks=ranks)
@@ -143,7 +143,7 @@ def kernel(out: Path, source: Path) -> dict[str, Any]:
     """The whole kernel check of what is in `out`: every weight one-hot, random activations, and the fused sum where all ranks are there."""
     import torch
 
-    from convert.checks.kernel.run import verify_kernel
+    from marlin_convert.checks.kernel.run import verify_kernel
 
     torch.cuda.reset_peak_memory_stats()
     begin = time.monotonic()
@@ -168,7 +168,7 @@ def wrong_scale(out: Path, source: Path, rank: int, expert: int, matrix: str) ->
     """One last bit of one scale of one expert of 384, checked with a few experts around it."""
     from mistakes import plant
 
-    from convert.checks.kernel.run import verify_kernel
+    from marlin_convert.checks.kernel.run import verify_kernel
 
     planted = plant(out, "one last bit of one scale", LAYER, rank, expert, matrix)
     report = verify_kernel(out, str(source), experts=range(max(expert - 2, 0), expert + 3), tokens=())
@@ -177,7 +177,7 @@ def wrong_scale(out: Path, source: Path, rank: int, expert: int, matrix: str) ->
 
 def still_wrong(out: Path, source: Path, rank: int, expert: int) -> dict[str, Any]:
     """The same bit, found among all 384 experts of that rank."""
-    from convert.checks.kernel.run import verify_kernel
+    from marlin_convert.checks.kernel.run import verify_kernel
 
     report = verify_kernel(out, str(source), ranks=[rank], tokens=())
     places = [(finding.layer, finding.rank, finding.expert) for finding in report.findings]
@@ -197,8 +197,8 @@ def found_it(report: Any, planted: Any) -> bool:
 
 def bench(out: Path) -> dict[str, Any]:
     """`bench kernel` of rank 0, as the command line prints it."""
-    from convert.bench.kernel import bench_kernel
-    from convert.cli.bench_kernel import show
+    from marlin_convert.bench.kernel import bench_kernel
+    from marlin_convert.cli.bench_kernel import show
 
     report = bench_kernel(out, layer=LAYER, rank=0)
     show(report)

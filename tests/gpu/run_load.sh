@@ -16,11 +16,11 @@ trap 'rm -rf "$place"' EXIT
 mkdir -p "$place" "$results"
 
 "$python" "$root/examples/make_checkpoint.py" layers "$place/source" --layers 2 --experts 384 >&2
-"$python" -m convert convert "$place/source" "$place/tp8" --tp 8 --ranks 0 >&2
-"$python" -m convert convert "$place/source" "$place/ep8" --tp 8 --ep 8 --ranks 0 >&2
+"$python" -m marlin_convert convert "$place/source" "$place/tp8" --tp 8 --ranks 0 >&2
+"$python" -m marlin_convert convert "$place/source" "$place/ep8" --tp 8 --ep 8 --ranks 0 >&2
 for out in tp8 ep8; do
     echo "== $out"
-    "$python" -m convert bench load "$place/$out" --source "$place/source" --rounds "$rounds" --json > "$results/load-$out.json"
+    "$python" -m marlin_convert bench load "$place/$out" --source "$place/source" --rounds "$rounds" --json > "$results/load-$out.json"
     "$python" - "$results/load-$out.json" <<'P'
 import json, sys
 

@@ -18,7 +18,7 @@ if [ ! -e "$site/.complete" ]; then
     touch "$site/.complete"
 fi
 
-export PYTHONPATH="$root:$site${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$root/convert:$site${PYTHONPATH:+:$PYTHONPATH}"
 export TVM_FFI_CACHE_DIR="$carry/tvm-ffi-cache"
 # For a module that is not in the cache: it is compiled. An nvcc on the PATH may be a link or a wrapper, beside which there
 # are no libraries, so CUDA_HOME is said.

@@ -11,9 +11,9 @@ import torch
 from checkpoints import Checkpoint, make_layers, make_small
 from mistakes import mistakes, plant
 
-from convert.checks.kernel.run import verify_kernel
-from convert.kernels.providers import probe
-from convert.pipeline.convert import convert
+from marlin_convert.checks.kernel.run import verify_kernel
+from marlin_convert.kernels.providers import probe
+from marlin_convert.pipeline.convert import convert
 
 pytestmark = [
     pytest.mark.gpu,

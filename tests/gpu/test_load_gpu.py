@@ -10,15 +10,15 @@ import pytest
 import torch
 from checkpoints import make_layers
 
-from convert.bench.load import bench_load
-from convert.errors import MachineError, OutputError, UsageError
-from convert.pipeline.convert import convert
-from convert.reads import OpenFile
-from convert.shards import device as device_module
-from convert.shards import ring as ring_module
-from convert.shards.device import PATHS, load_rank
-from convert.shards.reader import open_shards
-from convert.shards.ring import PinnedRing
+from marlin_convert.bench.load import bench_load
+from marlin_convert.errors import MachineError, OutputError, UsageError
+from marlin_convert.pipeline.convert import convert
+from marlin_convert.reads import OpenFile
+from marlin_convert.shards import device as device_module
+from marlin_convert.shards import ring as ring_module
+from marlin_convert.shards.device import PATHS, load_rank
+from marlin_convert.shards.reader import open_shards
+from marlin_convert.shards.ring import PinnedRing
 
 pytestmark = [
     pytest.mark.gpu,

@@ -19,7 +19,7 @@ from kernel_vectors import (
 )
 from torch import Tensor
 
-from convert.kernels.fused_moe import (
+from marlin_convert.kernels.fused_moe import (
     BLOCK_SIZES,
     REPEATABLE,
     Matrix,
@@ -30,10 +30,10 @@ from convert.kernels.fused_moe import (
     grouped_gemm,
     make_workspace,
 )
-from convert.kernels.one_hot import read_back
-from convert.kernels.providers import Provider, load, probe
-from convert.kernels.quant_types import UINT4B8, UINT8B128, QuantType
-from convert.kernels.reference import ReferenceProvider
+from marlin_convert.kernels.one_hot import read_back
+from marlin_convert.kernels.providers import Provider, load, probe
+from marlin_convert.kernels.quant_types import UINT4B8, UINT8B128, QuantType
+from marlin_convert.kernels.reference import ReferenceProvider
 
 pytestmark = [
     pytest.mark.gpu,

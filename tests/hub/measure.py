@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2] / "examples")]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[1] / "support")]
 from checkpoints import make_small  # noqa: E402
 from hub.proxy import Proxy  # noqa: E402
 from hub.server import Hub  # noqa: E402
@@ -42,7 +42,7 @@ def kills(published: Published, folder: Path) -> dict[str, Any]:
     moments, wrong, stages = random.Random(7), [], []
     for i in range(KILLS):
         out = folder / f"killed-{i}"
-        arguments = [sys.executable, "-m", "convert", "convert", published.repo, str(out), *command]
+        arguments = [sys.executable, "-m", "marlin_convert", "convert", published.repo, str(out), *command]
         process = subprocess.Popen(arguments, env=hub_environment(published.proxy.endpoint, folder / "home"), stdout=subprocess.DEVNULL)
         time.sleep(moments.uniform(0.5, length))
         over = process.poll() is not None

@@ -54,7 +54,7 @@ def hub_environment(endpoint: str, home: Path) -> dict[str, str]:
 ON_A_SMALL_DISK = """import collections, shutil, sys
 left = int(sys.argv.pop(1))
 shutil.disk_usage = lambda path: collections.namedtuple("usage", "total used free")(1 << 40, 0, left)
-from convert.cli import main
+from marlin_convert.cli import main
 main()"""
 
 
@@ -62,7 +62,7 @@ def run_command(
     endpoint: str, home: Path, *arguments: object, env: dict[str, str] | None = None, seconds: float = 120, free: int | None = None
 ) -> Done:
     """Run `marlin-convert`; `free` is the free space of the disk it then believes in."""
-    program = ["-m", "convert"] if free is None else ["-c", ON_A_SMALL_DISK, str(free)]
+    program = ["-m", "marlin_convert"] if free is None else ["-c", ON_A_SMALL_DISK, str(free)]
     command = [sys.executable, *program, *map(str, arguments)]
     environment = hub_environment(endpoint, home) | (env or {})
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, check=False)

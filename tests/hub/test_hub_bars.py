@@ -16,7 +16,7 @@ def on_a_terminal(published: Published, home: Path, *arguments: object, env: dic
     """What a command shows on a terminal that is its stderr."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 100))
-    command = [sys.executable, "-m", "convert", *map(str, arguments)]
+    command = [sys.executable, "-m", "marlin_convert", *map(str, arguments)]
     environment = hub_environment(published.proxy.endpoint, home) | env
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=theirs)
     os.close(theirs)

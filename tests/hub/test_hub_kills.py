@@ -22,7 +22,7 @@ KILLS = 4
 
 def start(published: Published, home: Path, out: Path) -> subprocess.Popen[bytes]:
     """A conversion under way."""
-    command = [sys.executable, "-m", "convert", "convert", published.repo, str(out), "--tp", "2", "--free-source"]
+    command = [sys.executable, "-m", "marlin_convert", "convert", published.repo, str(out), "--tp", "2", "--free-source"]
     environment = hub_environment(published.proxy.endpoint, home)
     return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from convert.kernels.fused_moe import make_workspace
-from convert.kernels.providers import Provider
-from convert.kernels.quant_types import UINT4, UINT4B8, UINT8B128, QuantType
+from marlin_convert.kernels.fused_moe import make_workspace
+from marlin_convert.kernels.providers import Provider
+from marlin_convert.kernels.quant_types import UINT4, UINT4B8, UINT8B128, QuantType
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "golden.safetensors"
 Family = dict[str, Tensor]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_vectors import family, relative_error
 
-from convert.kernels.fused_moe import (
+from marlin_convert.kernels.fused_moe import (
     Matrix,
     align,
     choose_block_size,
@@ -20,8 +20,8 @@ from convert.kernels.fused_moe import (
     silu_and_mul,
     sum_experts,
 )
-from convert.kernels.quant_types import UINT4
-from convert.kernels.reference import ReferenceProvider
+from marlin_convert.kernels.quant_types import UINT4
+from marlin_convert.kernels.reference import ReferenceProvider
 
 REFERENCE = ReferenceProvider()
 NAMES = ("w13_marlin", "s13_marlin", "w2_marlin", "s2_marlin")

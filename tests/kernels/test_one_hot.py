@@ -6,10 +6,10 @@ import pytest
 import torch
 from kernel_vectors import family, published_weights
 
-from convert.kernels.fused_moe import Matrix
-from convert.kernels.one_hot import read_back
-from convert.kernels.quant_types import UINT4, UINT8B128
-from convert.kernels.reference import ReferenceProvider
+from marlin_convert.kernels.fused_moe import Matrix
+from marlin_convert.kernels.one_hot import read_back
+from marlin_convert.kernels.quant_types import UINT4, UINT8B128
+from marlin_convert.kernels.reference import ReferenceProvider
 
 REFERENCE = ReferenceProvider()
 

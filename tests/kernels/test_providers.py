@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from convert.kernels import providers
-from convert.kernels.providers import CANDIDATES, KernelUnavailableError, OpProvider, load, probe
-from convert.kernels.quant_types import UINT4B8, quant_type
+from marlin_convert.kernels import providers
+from marlin_convert.kernels.providers import CANDIDATES, KernelUnavailableError, OpProvider, load, probe
+from marlin_convert.kernels.quant_types import UINT4B8, quant_type
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing on a machine without a GPU")
 ARGUMENTS = [f"argument {i}" for i in range(14)] + [8, 2, False, True]

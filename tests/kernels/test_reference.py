@@ -20,9 +20,9 @@ from kernel_vectors import (
     run_gemm,
 )
 
-from convert.kernels import fragments
-from convert.kernels.quant_types import UINT4B8, UINT8B128, quant_type
-from convert.kernels.reference import ReferenceProvider, decode_scales, decode_weight, decode_zero_points
+from marlin_convert.kernels import fragments
+from marlin_convert.kernels.quant_types import UINT4B8, UINT8B128, quant_type
+from marlin_convert.kernels.reference import ReferenceProvider, decode_scales, decode_weight, decode_zero_points
 
 REFERENCE = ReferenceProvider()
 #: The goldens' own tolerance is 1e-2; this model rounds where the kernel does and differs by the order of float32 sums.

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from convert.layout import marlin
-from convert.layout.moe import MarlinU4B8
-from convert.layout.protocol import ExpertShape
-from convert.layout.rows import Rows
+from marlin_convert.layout import marlin
+from marlin_convert.layout.moe import MarlinU4B8
+from marlin_convert.layout.protocol import ExpertShape
+from marlin_convert.layout.rows import Rows
 
 Load = Callable[[str], NDArray[Any]]
 

@@ -12,11 +12,11 @@ import numba
 import numpy as np
 import pytest
 
-import convert
-from convert.layout.jit import jit
+import marlin_convert
+from marlin_convert.layout.jit import jit
 
 CHILD = """
-import convert.layout.scales as scales, numpy as np
+import marlin_convert.layout.scales as scales, numpy as np
 out = np.zeros(64, np.uint16)
 scales.pack_scales(np.arange(64, dtype=np.uint16), 0, 1, 64, 1, scales.GROUPED, out, 0, 64)
 print(scales.__file__, type(scales.pack_scales._cache).__name__, out[:9].tolist(), sep="|")
@@ -36,8 +36,8 @@ def run_child(folder: Path, **environment: str) -> list[str]:
 
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     """As in a read-only image; here files lie where the cache folders would be, which stops the superuser too."""
-    shutil.copytree(Path(convert.__file__).parent, tmp_path / "convert", ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "convert/layout/__pycache__").write_text("not a folder")
+    shutil.copytree(Path(marlin_convert.__file__).parent, tmp_path / "marlin_convert", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "marlin_convert/layout/__pycache__").write_text("not a folder")
     (tmp_path / "file").write_text("not a folder")
     nowhere = str(tmp_path / "file" / "cache")
     expected = str([0, 8, 16, 24, 32, 40, 48, 56, 1])

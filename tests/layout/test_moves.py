@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from convert.layout import scales, words
-from convert.layout.moe import MarlinU4B8
-from convert.layout.moves import require_all_once
-from convert.layout.protocol import PROJECTIONS, ExpertShape, Slice
-from convert.layout.rows import Rows
+from marlin_convert.layout import scales, words
+from marlin_convert.layout.moe import MarlinU4B8
+from marlin_convert.layout.moves import require_all_once
+from marlin_convert.layout.protocol import PROJECTIONS, ExpertShape, Slice
+from marlin_convert.layout.rows import Rows
 
 LAYOUT = MarlinU4B8()
 EXPERTS = 2
@@ -183,7 +183,7 @@ def test_parts_of_slices(monkeypatch: pytest.MonkeyPatch, shape: ExpertShape, sp
     tables: list[NDArray[np.int64]] = []
     whole, parts = batch(shape), batch(shape)
     LAYOUT.moves(shape, whole).pack()
-    monkeypatch.setattr("convert.layout.moves.SPAN", span)
+    monkeypatch.setattr("marlin_convert.layout.moves.SPAN", span)
     for module, name in ((words, "pack_table"), (scales, "pack_scale_table")):
         function = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args, function=function: tables.append(args[2]) or function(*args))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from convert.layout.rows import Rows
+from marlin_convert.layout.rows import Rows
 
 
 def test_a_view_has_its_place_in_the_memory_it_is_of() -> None:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from oracle import read_scales
 
-from convert.layout import marlin
-from convert.layout.rows import Rows
+from marlin_convert.layout import marlin
+from marlin_convert.layout.rows import Rows
 
 many = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 seeds = st.integers(0, 2**32 - 1)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from oracle import published_codes, read_weights
 
-from convert.layout import marlin
-from convert.layout.rows import Rows
-from convert.layout.words import RUN
+from marlin_convert.layout import marlin
+from marlin_convert.layout.rows import Rows
+from marlin_convert.layout.words import RUN
 
 many = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 

@@ -161,18 +161,18 @@ class _Recorder:
 
 def copy_package(folder: Path) -> Path:
     """The package alone, without caches."""
-    shutil.copytree(ROOT / "convert", folder / "convert", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "convert" / "marlin_convert", folder / "marlin_convert", ignore=shutil.ignore_patterns("__pycache__"))
     return folder
 
 
 def occurrences(mutant: Mutant) -> int:
     """How often its text stands in the package as it is."""
-    return (ROOT / "convert" / mutant.file).read_text().count(mutant.old)
+    return (ROOT / "convert" / "marlin_convert" / mutant.file).read_text().count(mutant.old)
 
 
 def plant(mutant: Mutant, folder: Path) -> None:
     """Change the copy."""
-    path = folder / "convert" / mutant.file
+    path = folder / "marlin_convert" / mutant.file
     path.write_text(path.read_text().replace(mutant.old, mutant.new))
 
 

@@ -12,7 +12,7 @@ from checkpoints import Checkpoint, expected_codes, expected_plain, expected_sca
 from numpy.typing import NDArray
 from oracle import Matrix, oracle_experts, oracle_rank_slices, read_scales, read_weights
 
-from convert.pipeline.convert import convert
+from marlin_convert.pipeline.convert import convert
 
 ROWS = ("q_b_proj.weight", "kv_b_proj.weight", "gate_proj.weight", "up_proj.weight", "embed_tokens.weight", "lm_head.weight")
 COLUMNS = ("o_proj.weight", "down_proj.weight")

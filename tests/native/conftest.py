@@ -67,7 +67,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
 @pytest.fixture(scope="session")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int, int], Path]:
     """A converted folder for (tp, ep, source); made once and not to be changed. Source 1 is 0 but for one bit, where identity looks."""
-    from convert.pipeline.convert import convert
+    from marlin_convert.pipeline.convert import convert
 
     folder = tmp_path_factory.mktemp("converted")
 

@@ -11,7 +11,7 @@ import pytest
 from conftest import Programs
 from damage import flip
 
-from convert.bench.cold import evict, resident
+from marlin_convert.bench.cold import evict, resident
 
 Outputs = Callable[..., Path]
 

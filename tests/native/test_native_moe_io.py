@@ -11,8 +11,8 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from convert.kernels.fused_moe import contiguous_expert_map, fused_moe
-from convert.kernels.reference import ReferenceProvider
+from marlin_convert.kernels.fused_moe import contiguous_expert_map, fused_moe
+from marlin_convert.kernels.reference import ReferenceProvider
 
 SCRIPT = Path(__file__).parents[1] / "gpu" / "make_native_moe_io.py"
 EXPERTS = "language_model.model.layers.1.mlp.experts."

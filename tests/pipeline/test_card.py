@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from convert.pipeline.card import carried_lines
-from convert.pipeline.convert import convert
-from convert.pipeline.finish import without_secrets
+from marlin_convert.pipeline.card import carried_lines
+from marlin_convert.pipeline.convert import convert
+from marlin_convert.pipeline.finish import without_secrets
 
 
 @pytest.mark.parametrize(("readme", "lines"), [

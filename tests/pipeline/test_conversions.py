@@ -16,10 +16,10 @@ import trees
 from checkpoints import Checkpoint, Form, Order, expected_plain, make_small
 from safetensors import safe_open
 
-from convert.checks.verify import verify
-from convert.errors import OutputError
-from convert.pipeline.convert import Report, convert
-from convert.shards.reader import open_shards
+from marlin_convert.checks.verify import verify
+from marlin_convert.errors import OutputError
+from marlin_convert.pipeline.convert import Report, convert
+from marlin_convert.shards.reader import open_shards
 
 SPLITS = [(1, 1), (2, 1), (4, 1), (8, 1), (8, 2), (8, 8)]
 DIMS = {"layers": 2, "experts": 8, "vt_layers": 1}
@@ -424,7 +424,7 @@ def test_a_rank_that_is_not_there_cannot_be_opened(make: Any, tmp_path: Path) ->
 
 def test_records_hold_what_the_manifest_merges(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The record of a unit, before it goes: digests that are those of the files."""
-    from convert.pipeline.records import WorkFolder
+    from marlin_convert.pipeline.records import WorkFolder
 
     kept = tmp_path / "kept"
     monkeypatch.setattr(WorkFolder, "remove", lambda self: shutil.copytree(self.folder, kept) and shutil.rmtree(self.folder))

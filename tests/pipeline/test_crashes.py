@@ -19,7 +19,7 @@ import trees
 from checkpoints import Checkpoint
 from forks import Forks
 
-from convert.checks.verify import verify
+from marlin_convert.checks.verify import verify
 
 #: (call, how far into all calls of that name)
 PLACES = [
@@ -28,7 +28,7 @@ PLACES = [
     ("replace", 0.3), ("replace", 0.6), ("replace", 0.9),
     ("replace", 0.999), ("unlink", 0.0), ("rmdir", 0.99),
 ]  # fmt: skip
-COMMAND = [sys.executable, "-m", "convert"]
+COMMAND = [sys.executable, "-m", "marlin_convert"]
 
 
 @pytest.fixture(scope="module")
@@ -270,8 +270,8 @@ def test_disk_that_fills_up(
     forks: Forks, tiny: Checkpoint, tmp_path: Path, small_disk: Path, undisturbed: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Somebody else takes the space after the check; later there is some again."""
-    from convert.errors import MachineError
-    from convert.pipeline import convert as pipeline
+    from marlin_convert.errors import MachineError
+    from marlin_convert.pipeline import convert as pipeline
 
     out = small_disk / "out"
     monkeypatch.setattr(pipeline, "refuse_full_disk", lambda *arguments: None)

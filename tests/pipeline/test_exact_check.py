@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from checkpoints import make_small
 
-from convert import convert
-from convert.errors import ConvertError
-from convert.layout import scales, words
-from convert.pipeline import tensor_job
+from marlin_convert import convert
+from marlin_convert.errors import ConvertError
+from marlin_convert.layout import scales, words
+from marlin_convert.pipeline import tensor_job
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from checkpoints import Checkpoint, make_small
 
-from convert import convert, verify
-from convert.checkpoint import identity
-from convert.checkpoint.identity import identify
-from convert.checkpoint.source import open_source
-from convert.errors import OutputError, SourceError, UsageError
+from marlin_convert import convert, verify
+from marlin_convert.checkpoint import identity
+from marlin_convert.checkpoint.identity import identify
+from marlin_convert.checkpoint.source import open_source
+from marlin_convert.errors import OutputError, SourceError, UsageError
 
 
 @pytest.fixture(scope="module", autouse=True)

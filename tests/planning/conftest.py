@@ -14,8 +14,8 @@ from checkpoints.config import write_small_files
 from checkpoints.names import Tensor
 from checkpoints.writer import write_checkpoint
 
-from convert.checkpoint.source import Source, open_source
-from convert.planning.output import Options, OutputPlan, plan_output
+from marlin_convert.checkpoint.source import Source, open_source
+from marlin_convert.planning.output import Options, OutputPlan, plan_output
 
 Files = list[list[Tensor]]
 

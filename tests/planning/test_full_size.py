@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 import pytest
 from checkpoints import FULL, plan_files
 
-from convert.checkpoint.source import Source
-from convert.planning.output import OutputPlan
-from convert.planning.topology import Topology
-from convert.shards.format import TensorSpec, is_filler
+from marlin_convert.checkpoint.source import Source
+from marlin_convert.planning.output import OutputPlan
+from marlin_convert.planning.topology import Topology
+from marlin_convert.shards.format import TensorSpec, is_filler
 
 PlanOf = Callable[[int, int], OutputPlan]
 

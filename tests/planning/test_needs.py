@@ -9,12 +9,12 @@ from checkpoints import Checkpoint, make_small
 from hypothesis import given
 from hypothesis import strategies as st
 
-from convert.checkpoint.source import open_source
-from convert.pipeline.expert_job import expert_jobs
-from convert.pipeline.tensor_job import tensor_jobs
-from convert.pipeline.unit_work import UnitWork
-from convert.planning.needs import fetch_order, most_at_once, needs, unit_files
-from convert.planning.output import Options, plan_output
+from marlin_convert.checkpoint.source import open_source
+from marlin_convert.pipeline.expert_job import expert_jobs
+from marlin_convert.pipeline.tensor_job import tensor_jobs
+from marlin_convert.pipeline.unit_work import UnitWork
+from marlin_convert.planning.needs import fetch_order, most_at_once, needs, unit_files
+from marlin_convert.planning.output import Options, plan_output
 
 
 @pytest.mark.parametrize("options", [Options(2), Options(4, 2, ranks=(0, 1)), Options(4, 4, ranks=(3,)), Options(2, layers=(1,))])

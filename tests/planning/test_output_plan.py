@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from convert.checkpoint.source import Source
-from convert.planning.output import Options, plan_output
-from convert.planning.report import plan, rule_of
-from convert.planning.rules import AXES, load_rules, rules_digest
-from convert.planning.topology import Topology
-from convert.shards.format import is_filler
+from marlin_convert.checkpoint.source import Source
+from marlin_convert.planning.output import Options, plan_output
+from marlin_convert.planning.report import plan, rule_of
+from marlin_convert.planning.rules import AXES, load_rules, rules_digest
+from marlin_convert.planning.topology import Topology
+from marlin_convert.shards.format import is_filler
 
 Sparse = Callable[..., Source]
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from checkpoints.names import Tensor
 
-from convert.checkpoint.source import Source
-from convert.errors import SourceError, UsageError
-from convert.planning.output import Options, plan_output
+from marlin_convert.checkpoint.source import Source
+from marlin_convert.errors import SourceError, UsageError
+from marlin_convert.planning.output import Options, plan_output
 
 Sparse = Callable[..., Source]
 EXPERT = "language_model.model.layers.1.mlp.experts.3.up_proj."

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from checkpoints import make_small
 
-from convert import convert, open_shards
+from marlin_convert import convert, open_shards
 
 torch = pytest.importorskip("torch", reason="torch views need torch")
 
@@ -22,7 +22,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_host_tensors_are_the_stored_bytes(converted: Path) -> None:
-    from convert.shards.device import load_rank
+    from marlin_convert.shards.device import load_rank
 
     shards = open_shards(converted, 1)
     loaded = load_rank(converted, 1, device="cpu")
@@ -35,7 +35,7 @@ def test_host_tensors_are_the_stored_bytes(converted: Path) -> None:
 
 
 def test_fused_view_is_its_members_one_after_the_other(converted: Path) -> None:
-    from convert.shards.device import load_rank
+    from marlin_convert.shards.device import load_rank
 
     loaded = load_rank(converted, 0, device="cpu", units=["layer-001"])
     prefix = "language_model.model.layers.1.self_attn."
@@ -47,8 +47,8 @@ def test_fused_view_is_its_members_one_after_the_other(converted: Path) -> None:
 
 
 def test_cold_files_are_seen_to_be_cold(converted: Path) -> None:
-    from convert.bench.cold import evict, resident
-    from convert.shards.device import _cached
+    from marlin_convert.bench.cold import evict, resident
+    from marlin_convert.shards.device import _cached
 
     shards = open_shards(converted, 0)
     files = [converted / shard.path for shard in shards.shards()]
@@ -75,7 +75,7 @@ def test_exchanged_layers_are_refused(converted: Path) -> None:
     shards = open_shards(converted, 0)
     assert shards.names("layer-001")[0] in shards.names()
     if first.stat().st_size != second.stat().st_size:
-        from convert.errors import OutputError
+        from marlin_convert.errors import OutputError
 
         spare = folder / "spare"
         first.rename(spare)
@@ -91,7 +91,7 @@ def test_exchanged_layers_are_refused(converted: Path) -> None:
 
 
 def test_layer_and_expert_views(converted: Path) -> None:
-    from convert.errors import UsageError
+    from marlin_convert.errors import UsageError
 
     shards = open_shards(converted, 1)
     prefix = "language_model.model.layers.1."
@@ -108,8 +108,8 @@ def test_layer_and_expert_views(converted: Path) -> None:
 
 
 def test_what_a_rank_holds_and_how_units_are_named(converted: Path) -> None:
-    from convert.errors import UsageError
-    from convert.shards.device import load_rank
+    from marlin_convert.errors import UsageError
+    from marlin_convert.shards.device import load_rank
 
     shards = open_shards(converted, 1)
     assert list(shards) == shards.names()
@@ -121,8 +121,8 @@ def test_what_a_rank_holds_and_how_units_are_named(converted: Path) -> None:
 
 
 def test_without_a_gpu_it_says_so(converted: Path) -> None:
-    from convert.errors import MachineError
-    from convert.shards.device import load_rank
+    from marlin_convert.errors import MachineError
+    from marlin_convert.shards.device import load_rank
 
     if torch.cuda.is_available():
         pytest.skip("there is one")

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from safetensors import deserialize
 
-from convert.checkpoint.header import DTYPE_SIZE, parse_header
-from convert.shards.format import FileLayout, TensorSpec, data_start, header_bytes, header_json, is_filler, lay_out, metadata_of
+from marlin_convert.checkpoint.header import DTYPE_SIZE, parse_header
+from marlin_convert.shards.format import FileLayout, TensorSpec, data_start, header_bytes, header_json, is_filler, lay_out, metadata_of
 
 PAGE = 4096
 Specs = list[tuple[TensorSpec, str | None]]

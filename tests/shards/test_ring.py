@@ -13,10 +13,10 @@ import pytest
 import torch
 from late_driver import SIZE, LateDriver
 
-from convert.errors import MachineError
-from convert.reads import OpenFile
-from convert.shards import ring as ring_module
-from convert.shards.ring import PinnedRing
+from marlin_convert.errors import MachineError
+from marlin_convert.reads import OpenFile
+from marlin_convert.shards import ring as ring_module
+from marlin_convert.shards.ring import PinnedRing
 
 
 class Event:

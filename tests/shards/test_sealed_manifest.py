@@ -12,8 +12,8 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from convert.errors import OutputError
-from convert.shards.manifest import (
+from marlin_convert.errors import OutputError
+from marlin_convert.shards.manifest import (
     FusedTensor,
     ListedFile,
     Manifest,

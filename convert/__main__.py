@@ -1,5 +1,0 @@
-"""`python -m convert`."""
-
-from convert.cli import main
-
-main()

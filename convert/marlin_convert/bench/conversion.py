@@ -1,0 +1,195 @@
+"""`bench convert`: conversion against `cp` of the same bytes on the same disk, cold, with fsync on both sides, rounds interleaved."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+from marlin_convert.bench.cold import evict, resident
+from marlin_convert.bench.synthetic import make_layers
+from marlin_convert.errors import MachineError
+from marlin_convert.files import file_system_of
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to convert."""
+
+    name: str
+    arguments: tuple[str, ...]
+
+
+VARIANTS = (
+    Variant("none", ("--verify", "none")),
+    Variant("exact", ("--verify", "exact")),
+    Variant("none, ordinary I/O", ("--verify", "none", "--no-direct")),
+    Variant("exact, ordinary I/O", ("--verify", "exact", "--no-direct")),
+)
+
+
+def bench_conversion(
+    folder: Path, *, layers: int, experts: int, rounds: int, tp: int, ep: int, threads: int | None, memory: str | None, variants: Sequence[str],
+    source: Path | None, say: Callable[[str], None],
+) -> dict[str, Any]:  # fmt: skip
+    """Run all variants and `cp` in turn, `rounds` times; needs about twice the checkpoint's size in `folder`. Returns the report."""
+    place = Path(tempfile.mkdtemp(prefix="marlin-convert-bench-", dir=folder))
+    try:
+        if source is None:
+            source = place / "source"
+            say(f"making {layers} layers of {experts} experts")
+            make_layers(source, layers, experts)
+        files = sorted(path for path in source.iterdir() if path.is_file())
+        in_memory = file_system_of(source.stat().st_dev) in ("tmpfs", "ramfs")
+        if in_memory:
+            say("this is a file system in memory: nothing is cold here")
+        size = sum(path.stat().st_size for path in files)
+        chosen = [variant for variant in VARIANTS if variant.name in variants]
+        extra = ["--tp", str(tp), "--ep", str(ep), *(["--threads", str(threads)] if threads else []), *(["--memory", memory] if memory else [])]
+        say("one run to compile and warm up")
+        _convert(source, place / "out", [*extra, *chosen[0].arguments])
+        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ["cp", *(variant.name for variant in chosen)]}
+        for number in range(rounds):
+            # each starts from the same state: source out of the cache, no output there
+            steps: list[tuple[str, Callable[[], dict[str, Any]]]] = [("cp", partial(_copy, files, place / "copy"))]
+            steps += [(v.name, partial(_convert, source, place / "out", [*extra, *v.arguments])) for v in chosen]
+            # and no variant always comes after the same other one, whose last writes a shared disk may still be at
+            order = steps[number % len(steps) :] + steps[: number % len(steps)]
+            for name, run in order if number % 2 == 0 else reversed(order):
+                if not in_memory:
+                    _make_cold(files)
+                result = run()
+                runs[name].append(result)
+                say(f"round {number + 1} of {rounds}: {name} {result['seconds']:.2f} s, {size / result['seconds'] / 1e9:.2f} GB/s")
+        return _report(size, runs, {"layers": layers, "experts": experts, "rounds": rounds, "tp": tp, "ep": ep})
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _make_cold(files: Sequence[Path]) -> None:
+    evict(files)
+    warm = resident(files)
+    if warm > 0.01:
+        raise MachineError(f"{warm:.0%} of the source stay in the page cache; a cold run cannot be measured here")
+
+
+def _copy(files: Sequence[Path], target: Path) -> dict[str, Any]:
+    target.mkdir()
+    begin = time.perf_counter()
+    subprocess.run(["cp", "--reflink=never", "--sparse=never", *map(str, files), str(target)], check=True)
+    for path in [*target.iterdir(), target]:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    seconds = time.perf_counter() - begin
+    shutil.rmtree(target)
+    os.sync()
+    return {"seconds": seconds}
+
+
+def _convert(source: Path, out: Path, arguments: Sequence[str]) -> dict[str, Any]:
+    """Convert in a process of its own; its own clock (without interpreter start-up), its peak anonymous memory, its stages."""
+    shutil.rmtree(out, ignore_errors=True)
+    command = [sys.executable, "-m", "marlin_convert", "convert", str(source), str(out), "--json", *arguments]
+    begin = time.perf_counter()
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.PIPE)
+        peak = _PeakMemory(process.pid)
+        _, errors = process.communicate()
+        wall = time.perf_counter() - begin
+        memory = peak.stop()
+        if process.returncode:
+            raise MachineError(f"the conversion failed with exit code {process.returncode}: {errors.decode(errors='replace').strip()[-500:]}")
+        output.seek(0)
+        report = json.load(output)
+    shutil.rmtree(out)
+    os.sync()
+    return {"seconds": report["seconds"], "wall": wall, "peak_anonymous": memory, "stages": report["stages"]}
+
+
+class _PeakMemory:
+    """Samples the anonymous memory of a process and all below it."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid, self._peak, self._stop = pid, 0, Event()
+        self._thread = Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.05):
+            self._peak = max(self._peak, sum(_anonymous(pid) for pid in _tree(self._pid)))
+
+    def stop(self) -> int:
+        """The peak in bytes."""
+        self._stop.set()
+        self._thread.join()
+        return self._peak
+
+
+def _tree(pid: int) -> list[int]:
+    pids = [pid]
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                pids += _tree(int(child))
+    except OSError:
+        pass
+    return pids
+
+
+def _anonymous(pid: int) -> int:
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Anonymous:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
+
+
+def _report(size: int, runs: Mapping[str, list[dict[str, Any]]], settings: dict[str, int]) -> dict[str, Any]:
+    copy = statistics.median(run["seconds"] for run in runs["cp"])
+    variants = []
+    for name, results in runs.items():
+        seconds = sorted(run["seconds"] for run in results)
+        median = statistics.median(seconds)
+        entry: dict[str, Any] = {
+            "name": name, "median": median, "least": seconds[0], "most": seconds[-1], "seconds": seconds, "gb_per_s": size / median / 1e9,
+            "ratio_to_cp": median / copy,
+        }  # fmt: skip
+        if name != "cp":
+            entry["peak_anonymous"] = max(run["peak_anonymous"] for run in results)
+            entry["wall_median"] = statistics.median(run["wall"] for run in results)
+            entry["stages"] = {
+                stage: {
+                    "seconds": statistics.median(run["stages"][stage]["seconds"] for run in results),
+                    "bytes": results[0]["stages"][stage]["bytes"],
+                }
+                for stage in results[0]["stages"]
+            }
+        variants.append(entry)
+    tell_check_apart({entry["name"]: entry for entry in variants})
+    machine = {"cores": os.cpu_count(), "machine": platform.machine(), "system": f"{platform.system()} {platform.release()}"}
+    return {"bytes": size, "settings": settings, "machine": machine, "variants": variants}
+
+
+def tell_check_apart(variants: Mapping[str, dict[str, Any]]) -> None:
+    """Repacking and checking are one call, piece by piece; what the check takes of it is what `repack` takes longer than without."""
+    for name, entry in variants.items():
+        if name.startswith("exact") and (without := variants.get(name.replace("exact", "none", 1))) is not None:
+            both, alone = entry["stages"]["repack"], without["stages"]["repack"]
+            check = max(both["seconds"] - alone["seconds"], 0.0)
+            entry["stages"]["check"] = {"seconds": check, "bytes": both["bytes"]}
+            entry["stages"]["repack"] = {"seconds": both["seconds"] - check, "bytes": both["bytes"]}

@@ -1,0 +1,98 @@
+"""A checkpoint of full-size Kimi-K2.6 MoE layers with random weights, for benches: real widths, as many layers and experts as asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from marlin_convert.checkpoint.config import ModelConfig, parse_config
+from marlin_convert.checkpoint.header import DTYPE_SIZE
+from marlin_convert.checkpoint.source import INDEX_NAME
+from marlin_convert.layout.protocol import ExpertShape
+from marlin_convert.planning.rules import expert_tensors, load_rules
+
+#: random bytes that all tensors are cut from
+BLOCK = 64 << 20
+
+
+def config(layers: int, experts: int) -> dict[str, Any]:
+    """A config.json with K2.6's widths and a small vocabulary, without dense layers and vision."""
+    weights = {"num_bits": 4, "group_size": 32, "type": "int", "strategy": "group", "symmetric": True, "dynamic": False, "actorder": None}
+    return {
+        "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+        "num_hidden_layers": layers, "first_k_dense_replace": 0, "moe_layer_freq": 1, "n_routed_experts": experts, "n_shared_experts": 1,
+        "num_experts_per_tok": 8, "num_attention_heads": 64, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 1024, "num_nextn_predict_layers": 0,
+        "quantization_config": {
+            "quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {"weights": weights}}, "ignore": [],
+        },
+    }  # fmt: skip
+
+
+def make_layers(folder: Path, layers: int, experts: int) -> int:
+    """Write the checkpoint; returns its bytes. One file a layer and one for the top, in the order of the reference writer."""
+    folder.mkdir(parents=True)
+    document = config(layers, experts)
+    model = parse_config(document)
+    (folder / "config.json").write_text(json.dumps(document))
+    block = np.random.default_rng(0).integers(0, 1 << 63, BLOCK // 8, np.int64).view(np.uint8)
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number in range(layers + 1):
+        name = f"model-{number + 1:05d}-of-{layers + 1:06d}.safetensors"
+        tensors = list(_layer(model, number) if number < layers else _top(model))
+        total += _write(folder / name, tensors, block)
+        weight_map |= {tensor: name for tensor, _, _ in tensors}
+    (folder / INDEX_NAME).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
+    return total
+
+
+Tensor = tuple[str, str, tuple[int, ...]]
+
+
+def _layer(model: ModelConfig, layer: int) -> Iterator[Tensor]:
+    prefix = f"model.layers.{layer}."
+    for rule in load_rules():
+        if rule.scope in ("layer", "moe") and rule.shape is not None:
+            yield prefix + rule.name, rule.dtype[0], tuple(model.dims[size] for size in rule.shape)
+    shape = ExpertShape(model.hidden, model.moe_intermediate, model.quantization.group_size, 1)
+    for expert in range(model.experts):
+        for name, dtypes, extents in expert_tensors(f"{prefix}mlp.experts", expert, shape):
+            yield name, dtypes[0], extents
+
+
+def _top(model: ModelConfig) -> Iterator[Tensor]:
+    for rule in load_rules():
+        if rule.scope == "top" and rule.shape is not None:
+            yield rule.name, rule.dtype[0], tuple(model.dims[size] for size in rule.shape)
+
+
+def _write(path: Path, tensors: list[Tensor], block: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
+    """One file: header, then slices of the random block; weight_shape says what it must."""
+    tensors.sort(key=lambda tensor: (-DTYPE_SIZE[tensor[1]], tensor[0]))
+    header, at = {}, 0
+    for name, dtype, shape in tensors:
+        size = int(np.prod(shape)) * DTYPE_SIZE[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    with path.open("wb", buffering=16 << 20) as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        shift = 0
+        for name, dtype, shape in tensors:
+            if name.endswith(".weight_shape"):
+                out, inputs = (7168, 2048) if ".down_proj." in name else (2048, 7168)
+                file.write(np.array([out, inputs], np.int32).tobytes())
+                continue
+            left = int(np.prod(shape)) * DTYPE_SIZE[dtype]
+            shift = (shift + 4096 * 37) % (BLOCK // 2)
+            while left:
+                piece = block[shift : shift + min(left, BLOCK // 2)]
+                file.write(piece.data)
+                left -= piece.size
+    return at

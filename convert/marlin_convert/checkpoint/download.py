@@ -1,0 +1,121 @@
+"""`download`: the files a conversion needs, each compared with what the hub publishes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from marlin_convert.checkpoint.hub import HubStore, open_hub
+from marlin_convert.checkpoint.hub_errors import AGAIN, hub_errors
+from marlin_convert.checkpoint.hub_files import HubOptions
+from marlin_convert.checkpoint.source import INDEX_NAME, auxiliary_files, is_repository
+from marlin_convert.checkpoint.store import RECORD
+from marlin_convert.errors import MachineError, SourceError, UsageError
+from marlin_convert.files import machine_errors, write_atomic
+
+WORKERS = 8
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Downloaded:
+    """What lies in `folder` now: files with their sizes."""
+
+    repo: str
+    commit: str
+    folder: Path
+    files: dict[str, int]
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {"repo": self.repo, "revision": self.commit, "folder": str(self.folder), "files": self.files}
+
+
+def download(
+    repo: str, options: HubOptions, *, include: Sequence[str] = (), exclude: Sequence[str] = (), progress: Progress | None = None
+) -> Downloaded:
+    """Fetch and check. Raises UsageError, SourceError for a file that is not what the hub publishes, MachineError where network or disk fail."""
+    if not is_repository(repo):
+        raise UsageError(f"{repo} is not the id of a hub repository; give org/name")
+    store = open_hub(repo, options)
+    files = needed_files(store, include, exclude)
+    _refuse_full_disk(store, files)
+    if options.local_dir is None:
+        folder = _pin_revision(store)
+    else:
+        folder = Path(options.local_dir)
+        with machine_errors(f"creating {folder}"):
+            folder.mkdir(parents=True, exist_ok=True)
+    total, done, lock = sum(store.files[name].size for name in files), 0, Lock()
+    stopped = False
+
+    def count(size: int) -> None:
+        nonlocal done
+        if stopped:
+            raise InterruptedError
+        with lock:
+            done += size
+            if progress is not None:
+                progress(min(done, total), total)
+
+    with ThreadPoolExecutor(options.max_workers or WORKERS) as workers:
+        try:
+            for path in workers.map(lambda name: store.fetch(name, None, False, count), files):
+                folder = path.parent
+        except BaseException:
+            stopped = True
+            workers.shutdown(wait=False, cancel_futures=True)
+            raise
+    found = {name: store.files[name].size for name in files}
+    if options.local_dir is not None:
+        record = {"repo": repo, "revision": store.commit, "files": {name: [size, store.files[name].sha256] for name, size in found.items()}}
+        with machine_errors(f"writing {folder / RECORD}"):
+            write_atomic(folder / RECORD, json.dumps(record, indent=1).encode())
+    return Downloaded(repo, store.commit, folder, found)
+
+
+def needed_files(store: HubStore, include: Sequence[str], exclude: Sequence[str]) -> list[str]:
+    """Weights, index, configuration and the small files that are copied; of these, those that the patterns choose. Raises SourceError for none."""
+    # public: it is in an __all__ that is computed, which mypy does not follow
+    from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined, unused-ignore]
+
+    weights = [name for name in store.files if name.endswith(".safetensors") and not name.startswith(".")]
+    small = [name for name in ("config.json", INDEX_NAME, "README.md") if name in store.files]
+    every = [*small, *auxiliary_files(store.names())[0], *weights]
+    chosen = list(filter_repo_objects(every, allow_patterns=list(include) or None, ignore_patterns=list(exclude) or None))
+    if not chosen:
+        raise SourceError(f"{store.where} has no file to fetch; it has {', '.join(list(store.files)[:5]) or 'none at all'}")
+    return chosen
+
+
+def _pin_revision(store: HubStore) -> Path:
+    """Let the cache know which commit the revision is, so that it is found without network, too. Returns the snapshot's folder."""
+    from huggingface_hub import hf_hub_download
+
+    revision, options = store.options.revision or "main", store.options
+    name = "config.json" if "config.json" in store.files else next(iter(store.files))
+    with hub_errors(f"fetching {name}", store.repo):
+        path = hf_hub_download(store.repo, name, revision=revision, token=options.token, cache_dir=options.cache_dir)
+    folder = Path(path).parent
+    if folder.name != store.commit:
+        raise MachineError(f"{revision} of {store.repo} moved from {store.commit} to {folder.name} just now; {AGAIN}")
+    return folder
+
+
+def _refuse_full_disk(store: HubStore, files: Sequence[str]) -> None:
+    """Raise MachineError before anything is fetched where not all fits."""
+    from marlin_convert.files import existing
+
+    place = existing(store.place)
+    needed, free = sum(store.files[name].size for name in files if store.find(name, None) is None), shutil.disk_usage(place).free
+    if needed > free:
+        raise MachineError(
+            f"{place}: {needed / 1e9:.1f} GB are to be fetched but only {free / 1e9:.1f} GB are free; free some space, or let "
+            "`marlin-convert convert --free-source` keep only a few files at a time"
+        )

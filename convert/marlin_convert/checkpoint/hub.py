@@ -1,0 +1,196 @@
+"""A checkpoint in a hub repository: listed, headers read by range, files fetched when they are asked for and compared with what the hub publishes.
+
+The hub's own client does all of the transfer; it is imported only when a repository is used.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from marlin_convert.checkpoint.header import Header, read_header
+from marlin_convert.checkpoint.hub_errors import AGAIN, hub_errors
+from marlin_convert.checkpoint.hub_files import Count, HubOptions, download_file, remove_fetched, wrong_file
+from marlin_convert.checkpoint.hub_reader import HubFile, HubReader, wrong_bytes
+from marlin_convert.checkpoint.store import START, FolderStore
+from marlin_convert.errors import MachineError, SourceError
+
+#: asked for first of each file: all of a small header; of a large one the length, and the rest is one more request
+FIRST = 64 << 10
+#: a file read whole into memory is at most this long
+LONGEST = 256 << 20
+#: downloads of a file, where it does not come or is not what was published
+TRIES = 3
+
+
+@dataclass(eq=False)
+class HubStore:
+    """One commit of a repository."""
+
+    repo: str
+    commit: str
+    files: dict[str, HubFile]
+    folders: tuple[str, ...]
+    options: HubOptions
+    folder: None = None
+    _starts: dict[str, bytes] = field(default_factory=dict)
+    _paths: dict[str, Path] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._reader = HubReader(self.repo, self.commit, self.options.token)
+
+    @property
+    def where(self) -> str:
+        """Repository and commit."""
+        return f"{self.repo}@{self.commit}"
+
+    @property
+    def origin(self) -> tuple[str, str]:
+        """Repository and commit."""
+        return self.repo, self.commit
+
+    @property
+    def place(self) -> Path:
+        """Where fetched files go that are kept: the chosen folder or the cache."""
+        from huggingface_hub import constants
+
+        return Path(self.options.local_dir or self.options.cache_dir or constants.HF_HUB_CACHE)
+
+    def names(self) -> dict[str, bool]:
+        """All names on the top level; the value says whether it is a file."""
+        return dict(sorted((dict.fromkeys(self.files, True) | dict.fromkeys(self.folders, False)).items()))
+
+    def sha256(self, name: str) -> str | None:
+        """What the hub publishes. Raises SourceError for a weight file of which it publishes none."""
+        value = self.files[name].sha256
+        if value is None:
+            raise SourceError(f"{name}: {self.repo} lists no sha256 for it, so it cannot be checked; fetch it yourself and give the folder")
+        return value
+
+    def read(self, name: str) -> bytes:
+        """A file whole, compared with its listed digest. Raises SourceError, MachineError."""
+        file = self._file(name)
+        if file.size > LONGEST:
+            raise SourceError(f"{name} has {file.size} bytes; a file of its kind is never that long")
+        data = self._reader.whole(file)
+        if (problem := wrong_bytes(file, data)) is not None:
+            raise SourceError(f"{name}: {problem}: what came is not what {self.where} publishes; {AGAIN}")
+        return data
+
+    def header(self, name: str) -> Header:
+        """The checked header of a weight file, by range requests only. Raises SourceError, MachineError."""
+        file = self._file(name)
+        have = self._reader.range(file, 0, min(FIRST, file.size))
+
+        def read(offset: int, length: int) -> bytes:
+            nonlocal have
+            end = min(offset + length + START, file.size)
+            if offset + length > len(have):
+                have += self._reader.range(file, len(have), end - len(have))
+            return have[offset : offset + length]
+
+        header = read_header(name, file.size, read)
+        end = min(header.data_start + START, file.size)
+        if len(have) < end:
+            have += self._reader.range(file, len(have), end - len(have))
+        self._starts[name] = have[header.data_start : end]
+        return header
+
+    def start(self, header: Header) -> bytes:
+        """The first START bytes of a file's data; they came with the header."""
+        return self._starts[header.file]
+
+    def path(self, name: str) -> Path:
+        """A weight file on the disk; fetched now if nobody did before. Raises SourceError, MachineError."""
+        if name not in self._paths:
+            self.fetch(name, None, False, lambda size: None)
+        return self._paths[name]
+
+    def forget(self, name: str) -> None:
+        """The file is not there any more."""
+        self._paths.pop(name, None)
+
+    def find(self, name: str, staging: Path | None) -> Path | None:
+        """Where a file lies already: in the staging folder, the chosen folder or the cache."""
+        from huggingface_hub import try_to_load_from_cache
+
+        for folder in (staging, self.options.local_dir):
+            if folder is not None and (Path(folder) / name).is_file():
+                return Path(folder) / name
+        found = try_to_load_from_cache(self.repo, name, cache_dir=self.options.cache_dir, revision=self.commit)
+        return Path(found) if isinstance(found, str) else None
+
+    def fetch(self, name: str, staging: Path | None, into_staging: bool, count: Count) -> Path:
+        """Have a file on the disk, in size and sha256 what the hub publishes. `count` gets bytes as they come.
+
+        It is looked for in `staging`, too, and goes there if `into_staging`, else to the chosen folder or the cache. What was there before this run
+        is used if it is right and never removed, but for the staging folder, which is ours; what came now and is wrong is removed again.
+        Raises SourceError, MachineError.
+        """
+        file = self._file(name)
+        found = self.find(name, staging)
+        if found is not None:
+            if (problem := wrong_file(found, file)) is None:
+                count(file.size)
+                self._paths[name] = found
+                return found
+            if staging is None or found.parent != staging:
+                raise SourceError(f"{found} is not the file that {self.where} publishes: {problem}; move it away, then {AGAIN}")
+            remove_fetched(found)
+        for attempt in range(TRIES):
+            try:
+                path = download_file(self.repo, self.commit, file, self.options, staging if into_staging else None, count)
+            except MachineError as error:
+                # the client goes on by itself after most failures of the network, but not after all of them
+                if attempt == TRIES - 1 or getattr(error.__cause__, "errno", None):
+                    raise
+                time.sleep(1 + 2 * attempt)
+                continue
+            if (problem := wrong_file(path, file)) is None:
+                self._paths[name] = path
+                return path
+            count(-file.size)
+            remove_fetched(path)
+        raise SourceError(f"{name}: {problem}, {TRIES} times: what comes is not what {self.where} publishes; nothing of it was kept, {AGAIN}")
+
+    def _file(self, name: str) -> HubFile:
+        if name not in self.files:
+            raise SourceError(f"{name} is missing in {self.where}; is this the repository of a published checkpoint?")
+        return self.files[name]
+
+
+def open_repository(repo: str, options: HubOptions) -> HubStore | FolderStore:
+    """A repository; with HF_HUB_OFFLINE the snapshot of it that lies in the cache, as a folder. Raises SourceError, MachineError, UsageError."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if not constants.HF_HUB_OFFLINE:
+        return open_hub(repo, options)
+    if options.local_dir is not None:
+        return FolderStore(Path(options.local_dir))
+    revision = options.revision or "main"
+    with hub_errors(f"looking for {repo} in the cache", repo):
+        config = try_to_load_from_cache(repo, "config.json", cache_dir=options.cache_dir, revision=revision)
+    if not isinstance(config, str):
+        raise MachineError(f"HF_HUB_OFFLINE is set and the cache has no {repo} at {revision}; fetch it before: marlin-convert download {repo}")
+    snapshot = Path(config).parent
+    return FolderStore(snapshot, (repo, snapshot.name))
+
+
+def open_hub(repo: str, options: HubOptions) -> HubStore:
+    """List a repository at the commit that the revision stands for now. Raises SourceError, MachineError, UsageError."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.hf_api import RepoFile
+
+    api = HfApi(token=options.token)
+    with hub_errors(f"opening {repo}" + (f" at {options.revision}" if options.revision else ""), repo):
+        commit = api.model_info(repo, revision=options.revision or "main").sha
+        if not commit:
+            raise MachineError(f"the hub does not say which commit {options.revision or 'main'} of {repo} is; {AGAIN}")
+        files, folders = {}, []
+        for entry in api.list_repo_tree(repo, revision=commit):
+            if isinstance(entry, RepoFile):
+                files[entry.path] = HubFile(entry.path, entry.size, entry.lfs.sha256 if entry.lfs else None, entry.blob_id)
+            else:
+                folders.append(entry.path)
+    return HubStore(repo, commit, dict(sorted(files.items())), tuple(sorted(folders)), options)

@@ -1,0 +1,122 @@
+"""Where a checkpoint's files are: the few questions that its reader asks, and the answer of a folder. `hub.py` has the other answer."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from marlin_convert.checkpoint.header import Header, read_header
+from marlin_convert.errors import SourceError
+from marlin_convert.files import refuse_special
+
+#: written by `download` beside the files: where they come from
+RECORD = ".marlin-convert-source.json"
+#: bytes behind the header that a source's id is made of; few, since they also come over the wire
+START = 16 << 10
+
+
+class Store(Protocol):
+    """The files of one checkpoint, by name. Reading any of them may raise SourceError, or MachineError where disk or network fail."""
+
+    @property
+    def where(self) -> str:
+        """For people: a path, or a repository and its commit."""
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder, where all files lie in one that is the user's own."""
+
+    @property
+    def origin(self) -> tuple[str, str] | None:
+        """(repository, commit) where that is known for certain."""
+
+    def names(self) -> dict[str, bool]:
+        """All names on the top level; the value says whether it is a file."""
+
+    def read(self, name: str) -> bytes:
+        """A small file whole."""
+
+    def header(self, name: str) -> Header:
+        """The checked header of a weight file."""
+
+    def start(self, header: Header) -> bytes:
+        """The first START bytes of its data."""
+
+    def sha256(self, name: str) -> str | None:
+        """What the hub publishes as the digest of a file."""
+
+    def path(self, name: str) -> Path:
+        """A weight file on the disk, whole."""
+
+
+@dataclass(frozen=True)
+class FolderStore:
+    """A local folder."""
+
+    folder: Path
+    origin: tuple[str, str] | None = None
+
+    @property
+    def where(self) -> str:
+        """The folder's full path."""
+        return str(self.folder.resolve())
+
+    def names(self) -> dict[str, bool]:
+        """What lies in the folder."""
+        try:
+            return {path.name: path.is_file() for path in sorted(self.folder.iterdir())}
+        except OSError as error:
+            raise SourceError(f"{self.folder}: cannot be listed ({error.strerror})") from error
+
+    def read(self, name: str) -> bytes:
+        """A file whole. Raises SourceError."""
+        try:
+            refuse_special(self.path(name))
+            return self.path(name).read_bytes()
+        except FileNotFoundError:
+            raise SourceError(f"{name} is missing in {self.folder}; is this the folder of a published checkpoint?") from None
+        except OSError as error:
+            raise SourceError(f"{self.path(name)}: cannot be read ({error.strerror})") from error
+
+    def header(self, name: str) -> Header:
+        """The checked header of a file. Raises SourceError."""
+        return header_of(self.path(name))
+
+    def start(self, header: Header) -> bytes:
+        """The first bytes of a file's data. Raises SourceError."""
+        try:
+            with self.path(header.file).open("rb") as file:
+                return os.pread(file.fileno(), START, header.data_start)
+        except OSError as error:
+            raise SourceError(f"{header.file}: cannot be read ({error.strerror})") from error
+
+    def sha256(self, name: str) -> str | None:
+        """A folder publishes nothing."""
+        return None
+
+    def path(self, name: str) -> Path:
+        """Where it lies."""
+        return self.folder / name
+
+
+def recorded_origin(folder: Path) -> tuple[str, str] | None:
+    """(repository, commit) of a folder that `download` filled, if all its files still have the sizes it recorded."""
+    try:
+        record = json.loads((folder / RECORD).read_bytes())
+        same = all((folder / name).stat().st_size == size for name, (size, _) in record["files"].items())
+        return (str(record["repo"]), str(record["revision"])) if same else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def header_of(path: Path) -> Header:
+    """The checked header of a safetensors file on disk."""
+    try:
+        refuse_special(path)
+        with path.open("rb") as file:
+            return read_header(path.name, os.fstat(file.fileno()).st_size, lambda offset, length: os.pread(file.fileno(), length, offset))
+    except OSError as error:
+        raise SourceError(f"{path.name}: cannot be read ({error.strerror})") from error

@@ -1,0 +1,68 @@
+"""What OUT keeps of its source: headers, configuration and the digest of every tensor. Enough to prove an output exact without the source."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from marlin_convert.checkpoint.config import ModelConfig, parse_config
+from marlin_convert.checkpoint.header import Header, TensorEntry, parse_header
+from marlin_convert.checkpoint.identity import identity_from_json
+from marlin_convert.errors import ConvertError, OutputError
+from marlin_convert.files import digest
+from marlin_convert.shards.manifest import Manifest
+
+ZEROS = bytes(16)
+
+
+@dataclass(frozen=True)
+class KeptSource:
+    """The kept headers and digests; a digest of zeros stands for a tensor outside the conversion's scope."""
+
+    headers: tuple[Header, ...]
+    config: dict[str, Any]
+    config_bytes: bytes
+    model: ModelConfig
+    entries: dict[str, TensorEntry]
+    digests: dict[str, bytes]
+
+    def holders(self, value: bytes) -> list[str]:
+        """Source tensors with this digest: whose data it is."""
+        return [name for name, known in self.digests.items() if known == value]
+
+
+def digests_by_tensor(headers: Sequence[Header], blob: bytes) -> dict[str, bytes]:
+    """source/digests.bin: 16 bytes for each tensor, in the order of the files and of the tensors in them. Raises OutputError."""
+    names = [entry.name for header in headers for entry in header.tensors]
+    if len(blob) != 16 * len(names):
+        raise OutputError(f"source/digests.bin has {len(blob)} bytes, expected {16 * len(names)}; make OUT again: convert with --overwrite")
+    return {name: blob[16 * i : 16 * i + 16] for i, name in enumerate(names)}
+
+
+def sound_bytes(out: Path, manifest: Manifest, name: str) -> bytes:
+    """What a listed file holds; nothing where it is not there or not what the manifest has the digest of."""
+    data = (out / name).read_bytes() if (out / name).is_file() else b""
+    return data if digest(data).hex() in [file.digest for file in manifest.files if file.path == name] else b""
+
+
+def read_kept_source(out: Path, manifest: Manifest) -> KeptSource:
+    """Read source/. Raises OutputError where it is not whole or not of one piece with the manifest."""
+    try:
+        identity_from_json(manifest.document["source"])  # whoever looks at it later finds it well-formed
+        headers = []
+        for file in manifest.document["source"]["files"]:
+            raw = gzip.decompress((out / "source" / "headers" / f"{file['name']}.gz").read_bytes())
+            headers.append(parse_header(file["name"], file["size"], raw))
+        config_bytes = (out / "source" / "config.json").read_bytes()
+        config = json.loads(config_bytes)
+        blob = (out / "source" / "digests.bin").read_bytes()
+        model = parse_config(config)
+    except (OSError, ValueError, EOFError, zlib.error, KeyError, TypeError, ConvertError) as error:
+        raise OutputError(f"{out}/source is damaged ({error}), so nothing can be proven; make OUT again: convert with --overwrite") from error
+    entries = [entry for header in headers for entry in header.tensors]
+    return KeptSource(tuple(headers), config, config_bytes, model, {entry.name: entry for entry in entries}, digests_by_tensor(headers, blob))

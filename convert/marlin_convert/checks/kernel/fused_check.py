@@ -1,0 +1,77 @@
+"""The routed MoE of a layer, summed over all ranks, against the unsharded MoE of the originals in float32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from marlin_convert.checks.kernel.dequantize import ExpertWeights
+from marlin_convert.checks.kernel.layer import LayerFiles
+from marlin_convert.checks.kernel.results import FusedVerdict, KernelReport
+from marlin_convert.checks.report import Finding
+from marlin_convert.kernels.fused_moe import Matrix, contiguous_expert_map, fused_moe, make_workspace, route
+from marlin_convert.kernels.providers import Provider
+
+#: Five roundings to bf16 lie between x and the result (w13, silu * up, w2, a rank's sum, and the two factors of silu * up count
+#: twice): 5 * 2^-9.
+FUSED_TOLERANCE = 5 * 2.0**-9
+
+
+class FusedCheck:
+    """Gathers the reference expert by expert and each rank's tensors as they pass, then runs all ranks."""
+
+    def __init__(self, files: LayerFiles, device: torch.device, tokens: tuple[int, ...], top_k: int) -> None:
+        self._files = files
+        self._device = device
+        generator = torch.Generator().manual_seed(files.layer)
+        self._inputs: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._reference: dict[int, Tensor] = {}
+        for count in tokens:
+            x = torch.randn((count, files.shape.hidden), generator=generator).to(device, torch.bfloat16)
+            logits = torch.randn((count, files.experts), generator=generator)
+            weights, ids = route(logits, torch.zeros(files.experts), min(top_k, files.experts))
+            self._inputs[count] = (x, weights.to(device), ids.to(device))
+            self._reference[count] = torch.zeros((count, files.shape.hidden), device=device)
+        self._kept: dict[int, dict[str, Tensor]] = {}
+
+    def add_reference(self, expert: int, whole: ExpertWeights) -> None:
+        """Add an expert's share of the unsharded result, in float32."""
+        gate, up, down = (whole.whole(projection).float() for projection in ("gate_proj", "up_proj", "down_proj"))
+        for count, (x, weights, ids) in self._inputs.items():
+            tokens, choices = (ids == expert).nonzero(as_tuple=True)
+            if tokens.numel():
+                rows = x[tokens].float()
+                inner = torch.nn.functional.silu(rows @ gate.t()) * (rows @ up.t())
+                self._reference[count].index_add_(0, tokens, (inner @ down.t()) * weights[tokens, choices].unsqueeze(1))
+
+    def keep(self, rank: int, experts: range, matrices: dict[str, Matrix]) -> None:
+        """Keep a batch of a rank's tensors on the device until all are there."""
+        owned = self._files.owned(rank)
+        kept = self._kept.setdefault(rank, {})
+        for name, matrix in matrices.items():
+            for kind, tensor in (("words", matrix.words), ("scales", matrix.scales)):
+                key = f"{name}.{kind}"
+                if key not in kept:
+                    kept[key] = tensor.new_empty((len(owned), *tensor.shape[1:]))
+                kept[key][experts.start - owned.start : experts.stop - owned.start] = tensor
+
+    def compare(self, provider: Provider, report: KernelReport) -> None:
+        """Run every rank's experts for each number of tokens and compare the sum over ranks."""
+        workspace = make_workspace(self._device)
+        for count, (x, weights, ids) in self._inputs.items():
+            total = torch.zeros_like(self._reference[count])
+            for rank, kept in self._kept.items():
+                owned = self._files.owned(rank)
+                whole = len(owned) == self._files.experts
+                expert_map = None if whole else contiguous_expert_map(self._files.experts, owned.start, owned.stop, self._device)
+                total += fused_moe(
+                    provider, x, kept["w13.words"], kept["w13.scales"], kept["w2.words"], kept["w2.scales"], weights, ids,
+                    expert_map=expert_map, workspace=workspace,
+                ).float()  # fmt: skip
+            reference = self._reference[count]
+            error = float((total - reference).norm() / reference.norm().clamp_min(1e-30))
+            ok = error <= FUSED_TOLERANCE
+            report.fused.append(FusedVerdict(self._files.layer, count, error, FUSED_TOLERANCE, ok))
+            if not ok:
+                what = f"the fused MoE over all ranks has a relative error of {error:.2e} at {count} tokens, more than {FUSED_TOLERANCE:.2e}"
+                report.findings.append(Finding(f"layer-{self._files.layer:03d}", what, self._files.layer))

@@ -1,0 +1,101 @@
+"""The command line: one verb a file, loaded when it is used."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from importlib import import_module
+from types import FrameType
+
+import click
+
+from marlin_convert.errors import ConvertError
+
+VERBS = ("plan", "download", "convert", "verify", "inspect", "bench", "doctor")
+
+#: optional packages and the extra that brings each
+EXTRAS = {"torch": "torch", "matplotlib": "report"}
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: unwinds like Ctrl-C, with an exit code of its own."""
+
+
+class Verbs(click.Group):
+    """Finds verbs by file name, so that a verb costs only its own imports."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The verbs in the order of a job."""
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of `convert/cli/<verb>.py`."""
+        if cmd_name not in VERBS:
+            return None
+        command = import_module(f"marlin_convert.cli.{cmd_name}").command
+        assert isinstance(command, click.Command)
+        return command
+
+
+@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="marlin-convert")
+def cli() -> None:
+    """Kimi-K2 INT4 checkpoints to per-GPU shards in the Marlin MoE layout, proven bit for bit.
+
+    Exit codes: 0 done; 1 something in OUT is wrong; 2 usage or conflicting options; 3 the source is not what it should be; 4 disk, network or machine
+    failed (run it again to continue); 130 and 143 interrupted.
+    """
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    raise Terminated
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    signal.signal(signal.SIGTERM, _terminate)
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run a command line; returns the exit code. Errors go to stderr, one line each; MARLIN_CONVERT_DEBUG=1 adds the traceback."""
+    try:
+        code = cli.main(arguments, prog_name="marlin-convert", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except click.exceptions.Exit as exit_:
+        return exit_.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt) as interrupt:
+        click.echo("interrupted; run the same command again to continue", err=True)
+        terminated = isinstance(interrupt, Terminated) or isinstance(interrupt.__context__, Terminated)
+        return 143 if terminated else 130
+    except SystemExit:  # click's answer where nobody reads the output any more; verbs end with ctx.exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+    except ConvertError as error:
+        _show(error)
+        click.echo(f"error: {error}", err=True)
+        return error.exit_code
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRAS:
+            raise
+        click.echo(f"error: this needs {error.name}: pip install '.[{EXTRAS[error.name]}]' in the project's folder", err=True)
+        return 2
+    except OSError as error:
+        _show(error)
+        click.echo(f"error: {error}; mend that, then run the same command again", err=True)
+        return 4
+    except Exception as error:
+        _show(error)
+        click.echo(f"internal error: {type(error).__name__}: {error}; set MARLIN_CONVERT_DEBUG=1 and report what it prints", err=True)
+        return 4
+
+
+def _show(error: BaseException) -> None:
+    if os.environ.get("MARLIN_CONVERT_DEBUG"):
+        import traceback
+
+        traceback.print_exception(error)

@@ -1,0 +1,25 @@
+"""`marlin-convert bench layout`."""
+
+from __future__ import annotations
+
+import click
+
+from marlin_convert.cli import output
+from marlin_convert.cli.options import json_option
+
+
+@click.command("layout")
+@click.option("--rounds", type=click.IntRange(1), default=9, show_default=True)
+@json_option
+def command(rounds: int, as_json: bool) -> None:
+    """GB/s of one core: repack, its inverse, scales, against memcpy and hashing in the same run."""
+    from marlin_convert.bench.layout import bench_layout
+
+    report = bench_layout(rounds)
+    if as_json:
+        output.document(report)
+        return
+    output.table(
+        ("shape", "memory", "function", "GB/s", "best"),
+        [(row["shape"], row["memory"], row["function"], f"{row['gb_per_s']:.2f}", f"{row['best_gb_per_s']:.2f}") for row in report["rows"]],
+    )

@@ -1,0 +1,45 @@
+"""`marlin-convert inspect`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from marlin_convert.cli import output
+from marlin_convert.cli.options import gigabytes, json_option
+
+
+@click.command("inspect")
+@click.argument("path", type=click.Path(exists=True, path_type=Path))
+@click.option("--tensor", help="Show one tensor: values, and for packed experts the histogram of their 16 codes.")
+@click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="Whose tensor, where PATH is a converted folder.")
+@json_option
+def command(path: Path, tensor: str | None, rank: int, as_json: bool) -> None:
+    """Show what is in a converted folder or in one .safetensors file."""
+    from marlin_convert.shards import inspect
+
+    if path.is_dir():
+        if rank and not tensor:
+            raise click.UsageError("--rank goes with --tensor: without it the whole folder is shown")
+        found = inspect.describe_tensor_of(path, rank, tensor) if tensor else inspect.describe_folder(path)
+    else:
+        found = inspect.describe_tensor_in(path, tensor) if tensor else inspect.describe_file(path)
+    if as_json:
+        output.document(found)
+    else:
+        _print(found)
+
+
+def _print(found: dict[str, Any]) -> None:
+    for key, value in found.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            output.result(f"{key}:")
+            output.table(["  " + str(k) for k in value[0]], [["  " + str(v) if i == 0 else v for i, v in enumerate(row.values())] for row in value])
+        elif isinstance(value, dict):
+            output.result(f"{key}: " + ", ".join(f"{k} {v}" for k, v in value.items()))
+        elif key.endswith("bytes") and isinstance(value, int):
+            output.result(f"{key}: {value:,} ({gigabytes(value)})")
+        else:
+            output.result(f"{key}: {value}")

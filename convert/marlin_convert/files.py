@@ -1,0 +1,157 @@
+"""Small file operations that must not be half done, and digests."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from marlin_convert.errors import ConvertError, MachineError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Buffer = bytes | memoryview | npt.NDArray[Any]
+
+PAGE = 4096
+#: stream files in pieces of this size
+CHUNK = 8 << 20
+
+
+def digest(data: Buffer) -> bytes:
+    """xxh3-128 of contiguous bytes, 16 bytes, most significant first."""
+    return xxhash.xxh3_128_digest(data if isinstance(data, (bytes, memoryview)) else data.data)
+
+
+def refuse_special(path: Path) -> None:
+    """Raise OSError for a pipe, a socket or a device: opening a pipe would wait for ever."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+
+
+def file_digest(path: Path) -> tuple[int, str]:
+    """Size and xxh3-128 (hex) of a file. Raises OSError."""
+    refuse_special(path)
+    hasher, size = xxhash.xxh3_128(), 0
+    with path.open("rb") as file:
+        while piece := file.read(CHUNK):
+            hasher.update(piece)
+            size += len(piece)
+    return size, hasher.hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def existing(place: Path) -> Path:
+    """The folder that `place` is, or would be made in."""
+    place = place.absolute()
+    while not place.exists():
+        place = place.parent
+    return place
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write a file so that it is either there whole, durably, or not at all."""
+    temporary = path.with_name(path.name + ".partial")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    """pwrite all of `data`."""
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        if written <= 0:
+            raise OSError(errno.EIO, "a write wrote nothing")
+        data, offset = data[written:], offset + written
+
+
+def write_durably(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files that count only once something written later says so: all of them, then all to the disk, each waited for once."""
+    parents = {(folder / name).parent for name in files}
+    for parent in sorted(parents):
+        if not parent.is_dir():
+            parent.mkdir(parents=True)
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    for name in files:
+        with (folder / name).open("rb") as file:
+            os.fsync(file.fileno())
+    for parent in {folder, *parents, *(parent.parent for parent in parents if parent != folder)}:
+        sync_folder(parent)
+
+
+@contextmanager
+def machine_errors(what: str) -> Iterator[None]:
+    """Turn an OSError into a MachineError that says what was being done and what to do next."""
+    try:
+        yield
+    except OSError as error:
+        raise machine_error(what, error) from error
+
+
+def machine_error(what: str, error: OSError) -> ConvertError:
+    """The MachineError of an OSError."""
+    advice = {
+        errno.ENOSPC: "free some space",
+        errno.EDQUOT: "free some of your quota",
+        errno.EACCES: "check the permissions",
+        errno.EPERM: "check the permissions",
+        errno.EROFS: "choose a place that can be written",
+        errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    }.get(error.errno or 0, "check the disk")
+    return MachineError(f"{what}: {error.strerror or error}; {advice}, then run the same command again to continue")
+
+
+def open_direct(path: Path, flags: int) -> int | None:
+    """A descriptor that goes past the page cache, or None where the file system has no such thing."""
+    direct = getattr(os, "O_DIRECT", 0)
+    if not direct:
+        return None
+    try:
+        return os.open(path, flags | direct)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP):
+            return None
+        raise
+
+
+def drop_cache(descriptor: int, offset: int, length: int) -> None:
+    """Give page cache back that will not be needed again (a hint; whole pages only)."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
+
+
+@cache
+def file_system_of(device: int) -> str:
+    """The type of the mounted file system with this st_dev, such as ext4 or tmpfs; "" where that cannot be told."""
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            fields = line.split()
+            if fields[2] == wanted:
+                return fields[fields.index("-") + 1]
+    except (OSError, ValueError, IndexError):
+        pass
+    return ""

@@ -1,0 +1,170 @@
+"""The GPU side of `doctor`: driver, torch, compiler, and which provider of the kernel loads or what to install for one.
+
+Nothing is imported that is not installed, and torch only where it is: what is missing is an answer, never a crash.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+
+def installed(module: str) -> bool:
+    """Whether a module could be imported; it is not."""
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def package_version(package: str) -> str | None:
+    """The installed version of a distribution, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def one_line(error: BaseException) -> str:
+    """An exception as one line of at most 300 characters."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+@dataclass(frozen=True)
+class Torch:
+    """What torch says; `version` None where it is not installed, `problem` where it does not load or sees no GPU."""
+
+    version: str | None
+    cuda: str | None
+    gpus: tuple[dict[str, Any], ...]
+    problem: str
+
+
+def find_torch() -> Torch:
+    """What torch says, and why it is of no use where it is not."""
+    if not installed("torch"):
+        return Torch(None, None, (), "torch is not installed")
+    try:
+        import torch
+    except Exception as error:
+        return Torch(package_version("torch"), None, (), f"torch does not load: {one_line(error)}")
+    cuda = torch.version.cuda
+    try:
+        gpus = tuple(_gpu(torch, index) for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0))
+    except Exception as error:
+        return Torch(torch.__version__, cuda, (), f"torch sees a GPU that does not work: {one_line(error)}")
+    problem = ""
+    if not gpus:
+        problem = f"torch {torch.__version__} sees no CUDA GPU" + ("; it is a build without CUDA" if cuda is None else "")
+    return Torch(torch.__version__, cuda, gpus, problem)
+
+
+def _gpu(torch: Any, index: int) -> dict[str, Any]:
+    major, minor = torch.cuda.get_device_capability(index)
+    properties = torch.cuda.get_device_properties(index)
+    return {
+        "name": properties.name, "capability": f"{major}.{minor}", "memory_bytes": properties.total_memory,
+        "multiprocessors": properties.multi_processor_count,
+    }  # fmt: skip
+
+
+def _run(*command: str) -> str | None:
+    """What a command prints; None where it is not there or fails."""
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def find_driver() -> dict[str, Any]:
+    """The NVIDIA driver and its GPUs, from nvidia-smi; no torch needed."""
+    listed = _run("nvidia-smi", "--query-gpu=name,driver_version,memory.total,compute_cap", "--format=csv,noheader,nounits")
+    rows = [[field.strip() for field in line.split(",")] for line in (listed or "").splitlines()]
+    rows = [row for row in rows if len(row) == 4]
+    if not rows:
+        there = shutil.which("nvidia-smi") is not None
+        return {"version": None, "cuda": None, "gpus": [], "problem": "nvidia-smi lists no GPU" if there else "nvidia-smi is not there"}
+    cuda = re.search(r"CUDA (?:UMD )?Version:\s*(\d+\.\d+)", _run("nvidia-smi") or "")
+    gpus = [{"name": row[0], "memory_mib": int(row[2]) if row[2].isdigit() else None, "capability": row[3]} for row in rows]
+    return {"version": rows[0][1], "cuda": cuda[1] if cuda else None, "gpus": gpus, "problem": ""}
+
+
+def find_compiler() -> dict[str, str | None]:
+    """What compiling the kernel at first use needs."""
+    home = os.environ.get("CUDA_HOME")
+    return {
+        "CUDA_HOME": home,
+        "nvcc": shutil.which("nvcc") or (shutil.which("nvcc", path=os.path.join(home, "bin")) if home else None),
+        "g++": shutil.which("g++"),
+        "ninja": shutil.which("ninja", path=os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", "")))),
+        "TVM_FFI_CACHE_DIR": os.environ.get("TVM_FFI_CACHE_DIR"),
+    }
+
+
+def find_providers(found: Torch) -> list[dict[str, Any]]:
+    """Each provider of the kernel: whether it loads, else why not and what to install."""
+    from marlin_convert.kernels.providers import CANDIDATES, probe
+
+    if found.version is not None and not found.gpus:  # the same answer without importing a torch that may be broken
+        reasons = {c.name: found.problem if installed(c.package) else f"{c.package} is not installed and {found.problem}" for c in CANDIDATES}
+        return [_provider(c.name, False, reasons[c.name], c.install, package_version(c.package.replace("_", "-"))) for c in CANDIDATES]
+    return [_provider(r.name, r.available, r.reason, r.install, r.version) for r in probe()]
+
+
+def _provider(name: str, available: bool, reason: str, install: str, found: str | None) -> dict[str, Any]:
+    return {"name": name, "available": available, "reason": reason, "install": install, "version": found}
+
+
+def advice(torch_version: str | None, torch_cuda: str | None, driver_cuda: str | None, gpu: bool) -> str:
+    """What to install so that the kernel loads, for this torch and CUDA. Empty where no GPU is there at all."""
+    if not gpu and torch_cuda is None:
+        return ""
+    cuda = torch_cuda or driver_cuda or ""
+    major = int(cuda.split(".")[0]) if cuda else 0
+    if torch_version is not None and torch_cuda is None:
+        wanted = "'.[sglang]'" if major >= 13 else "'.[sgl-kernel]'"
+        return f"torch {torch_version} is a build without CUDA: in a fresh environment, pip install {wanted}"
+    if major == 12:
+        return "CUDA 12: pip install '.[sgl-kernel]' (torch 2.9.1 and sgl-kernel 0.3.21, compiled, 535 MB)"
+    if major < 12:
+        return "the driver is too old for the kernel's packages: CUDA 12 or newer is needed"
+    compiles = "it compiles the kernel at first use: nvcc with CUDA_HOME set, g++ with C++20, ninja"
+    number = re.match(r"(\d+)\.(\d+)", torch_version or "")
+    if number is None:
+        return f"CUDA {major}: pip install '.[sglang]'; {compiles}"
+    release = (int(number[1]), int(number[2]))
+    if release == (2, 11):
+        return f"torch {torch_version}, CUDA {major}: pip install 'sglang==0.5.17'; {compiles}"
+    if release >= (2, 13):
+        return f"torch {torch_version}, CUDA {major}: pip install 'sglang>=0.5.18,<0.6'; {compiles}"
+    return f"no sglang is known to go with torch {torch_version}: in a fresh environment, pip install '.[sglang]'; {compiles}"
+
+
+def run_kernel() -> str:
+    """Let the kernel read a small random matrix back; what went wrong, or nothing."""
+    import torch
+
+    from marlin_convert.kernels.fused_moe import Matrix
+    from marlin_convert.kernels.one_hot import read_back
+    from marlin_convert.kernels.providers import load
+
+    try:
+        generator = torch.Generator().manual_seed(0)
+        words = torch.randint(-(2**31), 2**31, (2, 8, 256), generator=generator).to(torch.int32)
+        scales = (torch.rand((2, 4, 128), generator=generator) + 0.5).to(torch.bfloat16)
+        expected = next(read_back(load("reference"), Matrix(words, scales), experts_a_call=2))[1]
+        read = next(read_back(load(), Matrix(words.cuda(), scales.cuda()), experts_a_call=2))[1]
+        wrong = int((read.cpu() != expected).sum())
+    except Exception as error:
+        return f"running it fails: {one_line(error)}"
+    return f"it reads {wrong} of {expected.numel()} weights wrongly" if wrong else ""

@@ -1,0 +1,63 @@
+"""How much memory a run may use for buffers, and how many experts a batch then has."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from marlin_convert.checkpoint.source import Source
+from marlin_convert.errors import UsageError
+from marlin_convert.pipeline.expert_job import expert_jobs
+from marlin_convert.pipeline.tensor_job import tensor_jobs
+from marlin_convert.pipeline.unit_work import UnitWork
+from marlin_convert.planning.output import OutputPlan
+
+#: experts of a batch at most. At tp 8 of K2.6 that gives writes of 3.5, 0.4, 1.75 and 0.2 MiB; with 8, a layer has so few jobs that all threads read
+#: together and then write together, and 96 experts took a quarter longer
+BATCH = 2
+DEFAULT_MEMORY = 1536 << 20
+MEMORY_PER_THREAD = 128 << 20
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Threads, bytes for buffers, experts per batch."""
+
+    threads: int
+    memory: int
+    batch: int
+
+
+def choose_budget(plan: OutputPlan, source: Source, threads: int | None, memory: int | None) -> Budget:
+    """The largest batch for which every thread has room. Raises UsageError where not even one job fits, naming the least that works."""
+    # one thread more than cores: some of them wait for the disk
+    threads = threads or (os.cpu_count() or 1) + 1
+    if memory is None:
+        memory = max(DEFAULT_MEMORY, threads * MEMORY_PER_THREAD)
+        memory = min(memory, max(_physical_memory() // 2, 256 << 20))
+    least = _need(plan, source, 1)
+    if memory < least:
+        raise UsageError(f"--memory {memory} is too little: the smallest that works is {-(-least >> 20)}MiB, for the largest single step")
+    batch = BATCH
+    while batch > 1 and _need(plan, source, batch) * threads > memory:
+        batch //= 2
+    return Budget(threads, memory, batch)
+
+
+def _need(plan: OutputPlan, source: Source, batch: int) -> int:
+    """Bytes of the largest job."""
+    need = 0
+    experts_seen = False
+    for unit in plan.units:
+        work = UnitWork(plan, unit, Path(), "", False)
+        need = max([need, *(job.need for job in tensor_jobs(work, source))])
+        if unit.source.experts_prefix is not None and not experts_seen:
+            # a layer's batches differ only in how their pieces lie together: a margin covers that
+            need = max(need, *(job.need + job.count * 9 * 8192 for job in expert_jobs(work, source, batch)))
+            experts_seen = True
+    return need
+
+
+def _physical_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

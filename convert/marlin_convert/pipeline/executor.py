@@ -1,0 +1,97 @@
+"""Threads that take jobs in order. Stages overlap because different jobs are at different stages; memory is bounded by the buffer pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from threading import Event, Lock, Thread
+
+from marlin_convert.errors import ConvertError, MachineError
+from marlin_convert.files import machine_error
+from marlin_convert.pipeline.expert_job import ExpertJob
+from marlin_convert.pipeline.stages import Tools
+from marlin_convert.pipeline.tensor_job import TensorJob
+from marlin_convert.pipeline.unit_work import UnitWork
+from marlin_convert.shards.finished import FinishedUnit
+
+Job = ExpertJob | TensorJob
+
+
+class Executor:
+    """Runs jobs on `threads` threads; the one that finishes a unit's last job also completes the unit."""
+
+    def __init__(self, tools: Tools, threads: int, finished: Callable[[UnitWork, FinishedUnit], None]) -> None:
+        self._tools = tools
+        self._threads = threads
+        self._finished = finished
+        self._stop = Event()
+        self._lock = Lock()
+        self._failure: BaseException | None = None
+        self._open_units: list[UnitWork] = []
+
+    def run(self, jobs: Iterator[Job]) -> None:
+        """Run all jobs. On a failure or an interrupt no further job starts, unfinished units are removed, and the first error is raised."""
+        # not Thread.join: up to Python 3.12 a signal in the midst of it marks a running thread as ended
+        ended = [Event() for _ in range(self._threads)]
+        begun: list[Event] = []
+        try:
+            for i, event in enumerate(ended):
+                Thread(target=self._work_until_done, args=(jobs, event), name=f"convert-{i}", daemon=True).start()
+                begun.append(event)
+            for event in begun:
+                while not event.wait(0.2):  # with a timeout, so that signals are seen
+                    pass
+        except BaseException as interrupt:
+            self._fail(interrupt)
+            for event in begun:
+                event.wait()
+        if self._failure is not None:
+            for work in self._open_units:
+                work.discard()
+            raise self._failure
+
+    def _work_until_done(self, jobs: Iterator[Job], ended: Event) -> None:
+        try:
+            self._work(jobs)
+        finally:
+            ended.set()
+
+    def _work(self, jobs: Iterator[Job]) -> None:
+        while True:
+            try:
+                with self._lock:
+                    job = None if self._stop.is_set() else next(jobs, None)
+                    if job is not None and job.work not in self._open_units:
+                        self._open_units.append(job.work)
+                if job is None:
+                    return
+                self._run(job)
+            except InterruptedError:
+                return
+            except OSError as error:
+                self._fail(machine_error("converting", error))
+            except MemoryError:
+                self._fail(MachineError("out of memory; give a smaller --memory or fewer --threads, then run the same command again"))
+            except BaseException as error:
+                self._fail(error)
+
+    def _run(self, job: Job) -> None:
+        self._tools.supply.wait(job.files)
+        job.work.open()
+        self._tools.reader.open_files(job.files)
+        try:
+            job.run(self._tools)
+        finally:
+            self._tools.reader.close_files(job.files)
+        if job.work.job_done():
+            record = job.work.finish()
+            self._finished(job.work, record)
+            with self._lock:
+                self._open_units.remove(job.work)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            if self._failure is None or (isinstance(self._failure, ConvertError) and not isinstance(error, Exception)):
+                self._failure = error
+        self._stop.set()
+        self._tools.pool.stop()
+        self._tools.supply.stop()

@@ -1,0 +1,99 @@
+"""The last step: indexes, the engine's small files, source/, digests, provenance, and the manifest last of all."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from marlin_convert.checkpoint.config import rewritten
+from marlin_convert.checkpoint.identity import SourceIdentity
+from marlin_convert.checkpoint.source import INDEX_NAME, Source
+from marlin_convert.files import digest, machine_errors, write_atomic, write_durably
+from marlin_convert.pipeline.card import model_card
+from marlin_convert.pipeline.manifest import build_manifest, digest_file, rank_index, source_digests
+from marlin_convert.pipeline.stages import Stages
+from marlin_convert.planning.output import OutputPlan
+from marlin_convert.shards.finished import FinishedUnit
+from marlin_convert.shards.manifest import quantization_config, sealed
+
+#: small files of the source that are read at a time
+AT_A_TIME = 8
+
+
+def finish_output(
+    source: Source, identity: SourceIdentity, plan: OutputPlan, records: Mapping[str, FinishedUnit], out: Path, checks: str, stages: Stages
+) -> None:
+    """Write everything beside the shards, then the manifest. All of it can be done again after a crash."""
+    with machine_errors(f"writing the documents of {out}"):
+        digests, offsets = digest_file(plan, records)
+        documents = {"digests.bin": digests, "config.json": output_config(source, plan)}
+        documents |= _source_documents(source, records) | _indexes(plan)
+        with ThreadPoolExecutor(AT_A_TIME) as workers:
+            documents |= dict(zip(source.auxiliary, workers.map(source.store.read, source.auxiliary), strict=True))
+        files = [{"path": path, "size": len(data), "digest": digest(data).hex()} for path, data in documents.items()]
+        card = model_card(source, identity, plan, checks, files)
+        files.append({"path": "README.md", "size": len(card), "digest": digest(card).hex()})
+        manifest = build_manifest(source, identity, plan, records, offsets, files, checks)
+        write_durably(out, documents | {"README.md": card, "provenance.json": provenance(source, stages)})
+        write_atomic(out / "manifest.json", manifest)
+
+
+def output_config(source: Source, plan: OutputPlan) -> bytes:
+    """The rewritten config.json."""
+    replacement = quantization_config(plan.layout.id, plan.layout.num_bits, plan.shape.group_size, plan.layout.symmetric)
+    return json.dumps(rewritten(source.config, source.model.quantization, replacement), indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def _source_documents(source: Source, records: Mapping[str, FinishedUnit]) -> dict[str, bytes]:
+    """source/: headers (deterministic gzip), index, config, README, digests."""
+    documents = {f"source/headers/{header.file}.gz": gzip.compress(header.raw, 6, mtime=0) for header in source.headers}
+    documents["source/config.json"] = source.config_bytes
+    documents["source/digests.bin"] = source_digests(source, records)
+    if source.index_bytes is not None:
+        documents[f"source/{INDEX_NAME}"] = source.index_bytes
+    if source.readme is not None:
+        documents["source/README.md"] = source.readme
+    return documents
+
+
+def _indexes(plan: OutputPlan) -> dict[str, bytes]:
+    ranked = [unit for unit in plan.units if unit.name != "common"]
+    common = [unit for unit in plan.units if unit.name == "common"]
+    index = rank_index(ranked)
+    documents = {f"{plan.topology.folder(rank)}/{INDEX_NAME}": index for rank in plan.ranks}
+    return documents | ({f"common/{INDEX_NAME}": rank_index(common)} if common else {})
+
+
+def provenance(source: Source, stages: Stages) -> bytes:
+    """Who, when, how fast: sealed, but never compared."""
+    try:
+        own = version("marlin-convert")
+    except PackageNotFoundError:
+        own = "unknown"
+    document: dict[str, Any] = {
+        "tool": f"marlin-convert {own}", "when": datetime.now(UTC).isoformat(timespec="seconds"), "host": platform.node(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}, Python {platform.python_version()}",
+        "command": without_secrets(sys.argv), "source": source.store.where,
+        "stages": {stage: {"seconds": round(stages.seconds[stage], 3), "bytes": stages.bytes[stage]} for stage in stages.seconds},
+    }  # fmt: skip
+    return sealed(document)
+
+
+def without_secrets(arguments: Sequence[str]) -> list[str]:
+    """A command line that may be published."""
+    shown: list[str] = []
+    for argument in arguments:
+        if shown and shown[-1] == "--token":
+            shown.append("...")
+        else:
+            shown.append("--token=..." if argument.startswith("--token=") else argument)
+    return shown

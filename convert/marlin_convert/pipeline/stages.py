@@ -1,0 +1,47 @@
+"""What all jobs share, and how long each stage takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Lock
+
+from marlin_convert.buffers import BufferPool
+from marlin_convert.checkpoint.staging import Supply
+from marlin_convert.reads import PieceReader
+
+#: `repack` includes the exact check, where it is on: what was made is inverted and compared piece by piece, while it is in the cache
+STAGES = ("read", "repack", "hash", "write")
+
+
+@dataclass
+class Stages:
+    """Seconds and bytes per stage, summed over threads."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STAGES, 0))
+    _lock: Lock = field(default_factory=Lock)
+
+    @contextmanager
+    def time(self, stage: str, size: int) -> Iterator[None]:
+        """Count a block of work."""
+        begin = time.perf_counter()
+        yield
+        elapsed = time.perf_counter() - begin
+        with self._lock:
+            self.seconds[stage] += elapsed
+            self.bytes[stage] += size
+
+
+@dataclass(frozen=True)
+class Tools:
+    """Shared by all jobs of a run. `check` is whether to invert each buffer and compare before it is written."""
+
+    supply: Supply
+    reader: PieceReader
+    pool: BufferPool
+    stages: Stages
+    check: bool
+    progress: Callable[[int], None]

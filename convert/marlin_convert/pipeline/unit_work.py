@@ -1,0 +1,101 @@
+"""One unit while it is being converted: its files, what is left to do, and the digests gathered on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+import numpy.typing as npt
+
+from marlin_convert.errors import SourceError
+from marlin_convert.files import digest
+from marlin_convert.planning.output import OutputPlan, OutputUnit
+from marlin_convert.shards.finished import FinishedFile, FinishedUnit
+from marlin_convert.shards.format import header_bytes, is_filler
+from marlin_convert.shards.writer import ShardFile, finish_files
+
+Digests = npt.NDArray[np.uint8]
+#: digest and file of source tensors that were converted into this OUT before
+Kept = Mapping[str, tuple[bytes, str]]
+
+
+@dataclass(eq=False)
+class UnitWork:
+    """Shared by the jobs of a unit; each job writes to places of its own."""
+
+    plan: OutputPlan
+    unit: OutputUnit
+    out: Path
+    source_id: str
+    direct_io: bool
+    kept: Kept = field(default_factory=dict)
+    jobs_left: int = 0
+    state: str = "new"
+    files: dict[int | None, ShardFile] = field(default_factory=dict)
+    heads: dict[int | None, bytes] = field(default_factory=dict)
+    plain_digests: dict[tuple[int | None, str], bytes] = field(default_factory=dict)
+    expert_digests: dict[tuple[int | None, str], Digests] = field(default_factory=dict)
+    source_digests: dict[str, bytes] = field(default_factory=dict)
+    lock: Lock = field(default_factory=Lock)
+
+    def open(self) -> None:
+        """Create the files, once, whichever job comes first. After a failure the other jobs get InterruptedError."""
+        with self.lock:
+            if self.state == "broken":
+                raise InterruptedError
+            if self.state == "open":
+                return
+            self.state = "broken"
+            for rank in self.unit.ranks:
+                head = header_bytes(self.unit.files, self.plan.metadata(self.unit, rank, self.source_id), self.unit.data_start)
+                file = ShardFile(self.out / self.plan.path(self.unit, rank), self.unit.file_size, self.direct_io)
+                self.files[rank] = file
+                self.heads[rank] = head
+                file.open(head)
+                for tensor in self.unit.stacked:
+                    self.expert_digests[rank, tensor.name] = np.zeros((tensor.shape[0], 16), np.uint8)
+            self.state = "open"
+
+    def job_done(self) -> bool:
+        """Count a job off; True for the last one."""
+        with self.lock:
+            self.jobs_left -= 1
+            return self.jobs_left == 0
+
+    def finish(self) -> FinishedUnit:
+        """Make the files durable under their names and return the record. Raises SourceError, and no file gets its name, where the source is not what
+        OUT was made from before."""
+        self._refuse_other_data()
+        finish_files(list(self.files.values()))
+        experts = {key: digests.tobytes() for key, digests in self.expert_digests.items()}
+        files = []
+        for rank in self.unit.ranks:
+            tensors = {}
+            for placed in self.unit.files.tensors:
+                name = placed.spec.name
+                if is_filler(name):
+                    value = digest(bytes(placed.spec.size))
+                elif (rank, name) in experts:
+                    value = digest(experts[rank, name])
+                else:
+                    value = self.plain_digests[rank, name]
+                tensors[name] = value.hex()
+            files.append(FinishedFile(rank, self.unit.file_size, digest(self.heads[rank]).hex(), tensors))
+        return FinishedUnit(self.unit.name, tuple(files), experts, dict(self.source_digests))
+
+    def _refuse_other_data(self) -> None:
+        for name, found in self.source_digests.items():
+            kept, file = self.kept.get(name, (found, ""))
+            if kept != found:
+                raise SourceError(
+                    f"{file}: {name} is not what {self.out} was made from: its xxh3-128 is {found.hex()}, source/digests.bin there has {kept.hex()}; "
+                    "fetch the file again, then run the same command"
+                )
+
+    def discard(self) -> None:
+        """Remove what was written of an unfinished unit."""
+        for file in self.files.values():
+            file.discard()

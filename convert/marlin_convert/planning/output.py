@@ -1,0 +1,155 @@
+"""The output, planned from headers alone: every file of every rank with every tensor's place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from marlin_convert.checkpoint.source import Source
+from marlin_convert.errors import SourceError, UsageError
+from marlin_convert.layout.moe import LAYOUTS
+from marlin_convert.layout.protocol import ExpertShape, Layout, StackedTensor
+from marlin_convert.planning.rules import SourceUnit, source_units
+from marlin_convert.planning.topology import Topology
+from marlin_convert.shards.format import FileLayout, Placed, TensorSpec, data_start, is_filler, lay_out, metadata_of
+
+DEFAULT_LAYOUT = "moe_wna16_marlin.u4b8"
+#: the length of a real source id; plans made before the source is sampled stand in this
+NO_ID = "0" * 32
+
+
+@dataclass(frozen=True)
+class Options:
+    """What decides the bytes of the output. `layers` and `ranks` None mean all."""
+
+    tp: int
+    ep: int = 1
+    layers: tuple[int, ...] | None = None
+    ranks: tuple[int, ...] | None = None
+    layout: str = DEFAULT_LAYOUT
+
+
+@dataclass(frozen=True)
+class OutputUnit:
+    """All ranks' files of one source unit; they share one layout."""
+
+    source: SourceUnit
+    files: FileLayout
+    data_start: int
+    stacked: tuple[StackedTensor, ...]
+    ranks: tuple[int | None, ...]
+    places: dict[str, Placed] = field(compare=False)
+
+    @property
+    def name(self) -> str:
+        """`layer-001`, `top` or `common`."""
+        return self.source.name
+
+    @property
+    def file_size(self) -> int:
+        """Bytes of each file."""
+        return self.data_start + self.files.data_size
+
+    def offset(self, name: str) -> int:
+        """Where a stored tensor begins, from the start of the file."""
+        return self.data_start + self.places[name].offset
+
+
+@dataclass(frozen=True)
+class OutputPlan:
+    """Everything that will be written."""
+
+    options: Options
+    topology: Topology
+    layout: Layout
+    shape: ExpertShape
+    experts: int
+    units: tuple[OutputUnit, ...]
+    ranks: tuple[int, ...]
+    layers: tuple[int, ...]
+    complete: bool
+
+    def path(self, unit: OutputUnit, rank: int | None) -> str:
+        """A shard's path inside OUT."""
+        return f"common/{unit.name}.safetensors" if rank is None else f"{self.topology.folder(rank)}/{unit.name}.safetensors"
+
+    def metadata(self, unit: OutputUnit, rank: int | None, source_id: str) -> dict[str, str]:
+        """The identity in a shard's header."""
+        return _metadata(source_id, self.layout, self.topology, unit.source, rank, self.experts)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all shard files."""
+        return sum(unit.file_size * len(unit.ranks) for unit in self.units)
+
+    def rank_bytes(self) -> int:
+        """Bytes of the tensors one rank loads (fillers and headers not counted)."""
+        placed = [p.spec for unit in self.units if unit.name != "common" for p in unit.files.tensors]
+        return sum(spec.size for spec in placed if not is_filler(spec.name))
+
+
+def plan_output(source: Source, options: Options) -> OutputPlan:
+    """Plan the output. Raises SourceError for a source that is not whole, UsageError for a request that cannot be met."""
+    topology = Topology.of(options.tp, options.ep)
+    layout, model = LAYOUTS[options.layout], source.model
+    if model.experts % topology.ep:
+        raise UsageError(f"--ep {topology.ep} does not divide the {model.experts} routed experts")
+    shape = ExpertShape(model.hidden, model.moe_intermediate, model.quantization.group_size, topology.moe_tp)
+    if (reason := layout.why_not(shape)) is not None:
+        raise UsageError(f"--tp {topology.tp} --ep {topology.ep}: {reason}")
+    ranks = _scope("rank", options.ranks, topology.tp)
+    layers = _scope("layer", options.layers, model.layers)
+    units = [
+        _unit(unit, layout, shape, topology, model.experts // topology.ep, ranks)
+        for unit in source_units(source, topology)
+        if _in_scope(unit, options.layers, layers)
+    ]
+    complete = len(ranks) == topology.tp and options.layers is None
+    return OutputPlan(options, topology, layout, shape, model.experts, tuple(units), ranks, layers, complete)
+
+
+def _scope(what: str, wanted: Sequence[int] | None, count: int) -> tuple[int, ...]:
+    if wanted is None:
+        return tuple(range(count))
+    if outside := [n for n in wanted if not 0 <= n < count]:
+        raise UsageError(f"--{what}s: there is no {what} {outside[0]}; they run from 0 to {count - 1}")
+    return tuple(sorted(set(wanted)))
+
+
+def _in_scope(unit: SourceUnit, wanted: Sequence[int] | None, layers: Sequence[int]) -> bool:
+    """With --layers only these layers are made; top and common belong to the whole model."""
+    return wanted is None or unit.layer in layers
+
+
+def _unit(unit: SourceUnit, layout: Layout, shape: ExpertShape, topology: Topology, local_experts: int, ranks: tuple[int, ...]) -> OutputUnit:
+    specs: list[tuple[TensorSpec, str | None]] = [
+        (TensorSpec(tensor.name, tensor.dtype, tensor.local_shape(topology.tp)), _fused_name(tensor.name, tensor.fuse)) for tensor in unit.plain
+    ]
+    stacked: tuple[StackedTensor, ...] = ()
+    if unit.experts_prefix is not None:
+        stacked = tuple(
+            StackedTensor(f"{unit.experts_prefix}.{tensor.name}", tensor.dtype, (local_experts, *tensor.shape)) for tensor in layout.stacked(shape)
+        )
+        specs[unit.experts_at : unit.experts_at] = [(TensorSpec(tensor.name, tensor.dtype, tensor.shape), None) for tensor in stacked]
+    try:
+        files = lay_out(specs)
+    except ValueError as error:
+        raise SourceError(f"{unit.name}: {error}") from error
+    file_ranks: tuple[int | None, ...] = (None,) if unit.name == "common" else ranks
+    metadatas = [_metadata(NO_ID, layout, topology, unit, rank, local_experts * topology.ep) for rank in (None, *range(topology.tp))]
+    return OutputUnit(unit, files, data_start(files, metadatas), stacked, file_ranks, {placed.spec.name: placed for placed in files.tensors})
+
+
+def _metadata(source_id: str, layout: Layout, topology: Topology, unit: SourceUnit, rank: int | None, experts: int) -> dict[str, str]:
+    layer = unit.name if unit.layer is None else str(unit.layer)
+    routed = rank is not None and unit.experts_prefix is not None
+    owned = topology.expert_range(rank, experts) if routed and rank is not None else range(0)
+    return metadata_of(source_id, layout.id, topology.tp, topology.ep, rank, layer, owned)
+
+
+def _fused_name(tensor: str, fuse: str | None) -> str | None:
+    """The fused view's full name: the tensor's own path with the rule's ending."""
+    if fuse is None:
+        return None
+    layer_end = tensor.index(".", tensor.index("layers.") + len("layers."))
+    return tensor[: layer_end + 1] + fuse

@@ -1,0 +1,201 @@
+"""The rule table (`rules.toml`) expanded for one model: every tensor there should be, and how it is cut."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import xxhash
+
+from marlin_convert.checkpoint.config import ModelConfig
+from marlin_convert.checkpoint.source import Source
+from marlin_convert.errors import SourceError, UsageError
+from marlin_convert.layout.protocol import PROJECTIONS, ExpertShape
+from marlin_convert.planning.topology import Topology
+
+#: the axis of the source tensor that each rule cuts
+AXES: dict[str, int | None] = {"column": 0, "vocab": 0, "row": 1, "replicate": None, "common": None}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One entry of the rule table; see the comments in rules.toml."""
+
+    name: str
+    scope: str
+    rule: str
+    dtype: tuple[str, ...] = ("BF16",)
+    shape: tuple[str, ...] | None = None
+    unit: str | None = None
+    fuse: str | None = None
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class PlainTensor:
+    """A tensor that keeps its name: what is in the source, and the rule it is cut by."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    rule: str
+    fuse: str | None
+
+    @property
+    def axis(self) -> int | None:
+        """The axis that is cut, or None."""
+        return AXES[self.rule]
+
+    def local_shape(self, tp: int) -> tuple[int, ...]:
+        """A rank's slice."""
+        if self.axis is None:
+            return self.shape
+        return tuple(extent // tp if axis == self.axis else extent for axis, extent in enumerate(self.shape))
+
+
+@dataclass(frozen=True)
+class SourceUnit:
+    """What one unit of work takes from the source, in load order. `experts_prefix` is None where the layer has no routed experts."""
+
+    name: str
+    layer: int | None
+    plain: tuple[PlainTensor, ...]
+    experts_at: int = 0
+    experts_prefix: str | None = None
+
+
+def rules_bytes() -> bytes:
+    """The rule table as it is in the package."""
+    return resources.files("marlin_convert.planning").joinpath("rules.toml").read_bytes()
+
+
+def rules_digest() -> str:
+    """xxh3-128 of the rule table."""
+    return xxhash.xxh3_128_hexdigest(rules_bytes())
+
+
+@cache
+def load_rules() -> tuple[Rule, ...]:
+    """The rules in load order."""
+    entries = tomllib.loads(rules_bytes().decode())["tensor"]
+    return tuple(Rule(**_frozen(entry)) for entry in entries)
+
+
+def _frozen(entry: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+
+
+def expert_tensors(prefix: str, expert: int, shape: ExpertShape) -> Iterator[tuple[str, tuple[str, ...], tuple[int, ...]]]:
+    """(name, accepted dtypes, shape) of the nine source tensors of one routed expert."""
+    for projection in PROJECTIONS:
+        out, inputs = shape.matrix(projection)
+        module = f"{prefix}.{expert}.{projection}"
+        yield f"{module}.weight_packed", ("I32",), (out, inputs // 8)
+        yield f"{module}.weight_scale", ("BF16",), (out, inputs // shape.group_size)
+        yield f"{module}.weight_shape", ("I32", "I64"), (2,)
+
+
+def source_units(source: Source, topology: Topology) -> list[SourceUnit]:
+    """The units of a checkpoint, every tensor of it in exactly one of them.
+
+    Raises SourceError for a missing, unknown or misshapen tensor (from headers alone), UsageError where a rule cannot cut a tensor into tp slices.
+    """
+    model, prefix = source.model, source.prefix
+    seen: set[str] = set()
+    units = []
+    for layer in range(model.layers):
+        kind = "moe" if layer in model.moe_layers else "dense"
+        at = f"{prefix}model.layers.{layer}."
+        plain: list[PlainTensor] = []
+        experts_at, experts_prefix = 0, None
+        for rule in (rule for rule in load_rules() if rule.scope in ("layer", kind)):
+            if rule.rule == "experts":
+                experts_at, experts_prefix = len(plain), at + rule.name
+                _check_experts(source, experts_prefix, seen)
+            else:
+                plain += _plain(source, rule, at + rule.name, topology, seen)
+        units.append(SourceUnit(f"layer-{layer:03d}", layer, tuple(plain), experts_at, experts_prefix))
+    top = [t for rule in load_rules() if rule.scope == "top" for t in _plain(source, rule, prefix + rule.name, topology, seen)]
+    units.append(SourceUnit("top", None, tuple(top)))
+    if model.vision:
+        common = [t for rule, name in _vision_names(model) for t in _plain(source, rule, name, topology, seen)]
+        units.append(SourceUnit("common", None, tuple(common)))
+    _refuse_unknown(source, seen)
+    return units
+
+
+def _vision_names(model: ModelConfig) -> Iterator[tuple[Rule, str]]:
+    rules = [rule for rule in load_rules() if rule.scope == "vision"]
+    blocks = [rule for rule in rules if "{block}" in rule.name]
+    for rule in rules:
+        if rule is blocks[0]:
+            for block in range(model.dims["vt_blocks"]):
+                yield from ((each, each.name.replace("{block}", str(block))) for each in blocks)
+        elif rule not in blocks:
+            yield rule, rule.name
+
+
+def _plain(source: Source, rule: Rule, name: str, topology: Topology, seen: set[str]) -> list[PlainTensor]:
+    found = source.tensors.get(name)
+    if found is None:
+        if rule.optional:
+            return []
+        raise SourceError(f"{name} is missing: no weight file of the checkpoint has it; fetch the checkpoint again")
+    seen.add(name)
+    dims = source.model.dims
+    shape = None if rule.shape is None else tuple(dims[size] for size in rule.shape)
+    if shape is None and len(found.entry.shape) == 1:
+        shape = found.entry.shape
+    _check_entry(source, name, rule.dtype, shape)
+    tensor = PlainTensor(name, found.entry.dtype, found.entry.shape, rule.rule, rule.fuse)
+    if tensor.axis is not None:
+        extent, unit = tensor.shape[tensor.axis], dims[rule.unit] if rule.unit else 1
+        if extent % unit or (extent // unit) % topology.tp:
+            what = f"{extent // unit} heads of {unit}" if rule.unit else f"{extent} rows" if tensor.axis == 0 else f"{extent} columns"
+            raise UsageError(f"--tp {topology.tp} does not divide {name}: {what}; choose a tp that does")
+    return [tensor]
+
+
+def _check_entry(source: Source, name: str, dtypes: tuple[str, ...], shape: tuple[int, ...] | None) -> None:
+    file, entry = source.tensors[name]
+    if entry.dtype not in dtypes:
+        raise SourceError(f"{name} in {file} is {entry.dtype}, expected {' or '.join(dtypes)}")
+    if entry.shape != shape:
+        want = "one dimension" if shape is None else str(list(shape))
+        raise SourceError(f"{name} in {file} has the shape {list(entry.shape)}, expected {want} from config.json")
+
+
+def _check_experts(source: Source, prefix: str, seen: set[str]) -> None:
+    model = source.model
+    shape = ExpertShape(model.hidden, model.moe_intermediate, model.quantization.group_size, 1)
+    missing = []
+    for expert in range(model.experts):
+        for name, dtypes, extents in expert_tensors(prefix, expert, shape):
+            if name not in source.tensors:
+                missing.append(name)
+            else:
+                seen.add(name)
+                _check_entry(source, name, dtypes, extents)
+    if missing:
+        many = f" and {len(missing) - 1} more tensors of this layer's {model.experts} experts" if len(missing) > 1 else ""
+        raise SourceError(f"{missing[0]}{many} missing: no weight file of the checkpoint has it; fetch the checkpoint again")
+
+
+def _refuse_unknown(source: Source, seen: set[str]) -> None:
+    unknown = [name for name in source.tensors if name not in seen]
+    if not unknown:
+        return
+    first = unknown[0]
+    similar = sum(re.sub(r"\d+", "#", name) == re.sub(r"\d+", "#", first) for name in unknown)
+    hint = ""
+    if first.endswith((".weight_packed", ".weight_zero_point", ".weight_g_idx")):
+        hint = ": only routed experts may be quantized, symmetrically and without act-order"
+    raise SourceError(
+        f"{len(unknown)} tensors have no rule, such as {first} in {source.tensors[first].file} ({similar} of that form){hint}; "
+        "nothing was written, since leaving tensors out silently would be wrong"
+    )

@@ -1,0 +1,156 @@
+"""The shard file: where each tensor goes and what the header says. Pure; the promises are in schemas/README.md."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from marlin_convert.checkpoint.header import DTYPE_SIZE
+
+FORMAT = "marlin-convert"
+FORMAT_VERSION = 1
+PAGE = 4096
+PAD_PREFIX = "__pad__."
+MAX_TENSORS = 1024
+MAX_NAME = 127
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor to store: not yet placed."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return math.prod(self.shape) * DTYPE_SIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor in a file; `offset` counts from the start of the data, since the header's length depends on all of them."""
+
+    spec: TensorSpec
+    offset: int
+
+    @property
+    def end(self) -> int:
+        """First byte behind it."""
+        return self.offset + self.spec.size
+
+
+@dataclass(frozen=True)
+class FusedView:
+    """Neighbours that may be read as one tensor, joined along the first dimension."""
+
+    name: str
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """Tensors in file order, fillers included, and the size of the data (whole pages)."""
+
+    tensors: tuple[Placed, ...]
+    fused: tuple[FusedView, ...]
+    data_size: int
+
+
+def is_filler(name: str) -> bool:
+    """Whether a stored name is a filler's: zeros that belong to no index and no total."""
+    return name.startswith(PAD_PREFIX)
+
+
+def lay_out(specs: Sequence[tuple[TensorSpec, str | None]]) -> FileLayout:
+    """Place tensors, given in load order with the name of the fused view each belongs to (or None).
+
+    A fused view's members stay together and are placed as one block. Blocks of whole pages come first in load order; then the others, those of
+    a page or more before the small ones, and these by element size. Each is aligned for its dtype. Raises ValueError for more tensors, longer
+    names or more dimensions than small loaders take.
+    """
+    blocks: list[tuple[str | None, list[TensorSpec]]] = []
+    for spec, fuse in specs:
+        if fuse is not None and blocks and blocks[-1][0] == fuse:
+            blocks[-1][1].append(spec)
+        else:
+            blocks.append((fuse, [spec]))
+    sizes = {id(block): sum(spec.size for spec in block[1]) for block in blocks}
+
+    def late(block: tuple[str | None, list[TensorSpec]]) -> tuple[bool, bool, int]:
+        size = sizes[id(block)]
+        whole = size % PAGE == 0
+        small = size < PAGE
+        return (not whole, small, -DTYPE_SIZE[block[1][0].dtype] if small else 0)
+
+    placed: list[Placed] = []
+    fillers = 0
+    position = 0
+
+    def fill_to(unit: int) -> None:
+        nonlocal position, fillers
+        if gap := -position % unit:
+            placed.append(Placed(TensorSpec(f"{PAD_PREFIX}{fillers}", "U8", (gap,)), position))
+            fillers += 1
+            position += gap
+
+    for block in sorted(blocks, key=late):
+        fill_to(PAGE if sizes[id(block)] >= PAGE else DTYPE_SIZE[block[1][0].dtype])
+        for spec in block[1]:
+            placed.append(Placed(spec, position))
+            position += spec.size
+    fill_to(PAGE)
+    fused = tuple(FusedView(name, tuple(spec.name for spec in members)) for name, members in blocks if name and len(members) > 1)
+    _check_limits(placed)
+    return FileLayout(tuple(placed), fused, position)
+
+
+def _check_limits(placed: Sequence[Placed]) -> None:
+    if len(placed) > MAX_TENSORS:
+        raise ValueError(f"{len(placed)} tensors in one file, more than the {MAX_TENSORS} a small loader takes")
+    for tensor in placed:
+        name, shape = tensor.spec.name, tensor.spec.shape
+        if not 0 < len(name) <= MAX_NAME or not name.isascii() or not name.isprintable() or "\\" in name or '"' in name:
+            raise ValueError(f"the name {name!r} is not 1 to {MAX_NAME} ASCII characters without backslash or quote")
+        if len(shape) > 4 or not tensor.spec.size:
+            raise ValueError(f"{name} has the shape {list(shape)}; a small loader takes at most 4 dimensions and nothing empty")
+
+
+def header_json(layout: FileLayout, metadata: dict[str, str]) -> bytes:
+    """The header's JSON before padding, in file order."""
+    document: dict[str, object] = {"__metadata__": metadata}
+    for tensor in layout.tensors:
+        spec = tensor.spec
+        document[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [tensor.offset, tensor.end]}
+    return json.dumps(document, separators=(",", ":")).encode("ascii")
+
+
+def data_start(layout: FileLayout, metadatas: Iterable[dict[str, str]]) -> int:
+    """Where data starts in all files of this layout: the whole pages that hold the length and the longest header."""
+    longest = max(len(header_json(layout, metadata)) for metadata in metadatas)
+    return -(-(8 + longest) // PAGE) * PAGE
+
+
+def header_bytes(layout: FileLayout, metadata: dict[str, str], start: int) -> bytes:
+    """The file's first `start` bytes: length and JSON, padded with spaces."""
+    raw = header_json(layout, metadata)
+    return (start - 8).to_bytes(8, "little") + raw + b" " * (start - 8 - len(raw))
+
+
+def metadata_of(source_id: str, layout_id: str, tp: int, ep: int, rank: int | None, layer: str, experts: range) -> dict[str, str]:
+    """The identity of a file; `rank` None is common/."""
+    return {
+        "format": FORMAT,
+        "format_version": str(FORMAT_VERSION),
+        "layout": layout_id,
+        "source": source_id,
+        "tp": str(tp),
+        "ep": str(ep),
+        "rank": "common" if rank is None else str(rank),
+        "layer": layer,
+        "expert_range": f"{experts.start}:{experts.stop}" if experts else "0:0",
+    }

@@ -1,0 +1,146 @@
+"""Files to a GPU through a few pinned buffers: threads, each with two of them and a stream of its own, read into one while the other copies."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from threading import Condition, Thread
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from marlin_convert.errors import MachineError
+from marlin_convert.reads import OpenFile
+from marlin_convert.shards.copy_loop import Words, functions, read_and_copy
+
+#: bytes of a buffer for reads from the page cache and for reads from the disk, as measured fastest on an H200 machine. Of the former all together fit
+#: its third cache
+CACHED, DIRECT = 4 << 20, 16 << 20
+
+
+@dataclass(frozen=True)
+class Part:
+    """Bytes from `offset` of a file to `target`, at most a buffer of them. Where the file is read directly, offset and size are whole pages."""
+
+    file: OpenFile
+    offset: int
+    target: Tensor
+
+
+class PinnedRing:
+    """Two buffers of `size` bytes for each thread."""
+
+    def __init__(self, threads: int, size: int = CACHED) -> None:
+        self.threads = threads
+        self.size = size
+        self._memory = _pinned(2 * threads * size)
+        none = np.zeros(2, np.int64)
+        _Job([]).loop(none, none, 0, 0)  # compiles the loop, or fetches it from the cache, before the threads need it
+
+    def parts(self, file: OpenFile, offset: int, target: Tensor) -> list[Part]:
+        """A stretch of a file in parts that fit a buffer; `target` is flat bytes."""
+        return [Part(file, offset + at, target[at : at + self.size]) for at in range(0, target.numel(), self.size)]
+
+    def copy(self, parts: Iterable[Part]) -> None:
+        """Copy all, to one device, and wait for it. Raises MachineError where a file ends early or cannot be read, RuntimeError where CUDA fails."""
+        job = _Job(list(parts))
+        if not job.parts:
+            return
+        device = job.parts[0].target.device
+        # what the caller's stream still does with this memory comes first: it may have belonged to another tensor a moment ago
+        ready = torch.cuda.current_stream(device).record_event()
+        buffers = self._memory.split(self.size)
+        try:
+            for i in range(min(self.threads, len(job.parts))):
+                Thread(target=job.work, args=(buffers[2 * i : 2 * i + 2], device, ready), daemon=True).start()
+            job.wait()
+        except BaseException as error:
+            job.fail(error)
+        job.wait_until_unused()
+        if job.failures:
+            raise job.failures[0]
+
+
+def _pinned(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+class _Job:
+    """Parts as the compiled loop takes them, shared by the threads, and which of these are still at it."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = parts
+        self.failures: list[BaseException] = []
+        rows = [(part.file.descriptor, part.offset, part.target.data_ptr(), part.target.numel()) for part in parts]
+        self._table: Words = np.array(rows, np.int64).reshape(-1, 4)
+        self._taken = np.zeros(1, np.int64)
+        self._working = 0
+        self._changed = Condition()
+
+    def loop(self, buffers: Words, events: Words, stream: int, turn: int) -> tuple[int, int]:
+        """See `read_and_copy`."""
+        return read_and_copy(self._table, self._taken.ctypes.data, buffers, events, stream, turn, functions())
+
+    def fail(self, error: BaseException) -> None:
+        """No thread begins another part."""
+        self.failures.append(error)
+        self._taken[0] = len(self.parts)
+
+    def wait(self) -> None:
+        """Until every part was taken and no thread works. A thread that only comes later finds nothing to do."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._taken[0] >= len(self.parts) and not self._working)
+
+    def wait_until_unused(self) -> None:
+        """The same, whatever interrupts: until then files and memory are in use."""
+        while True:
+            try:
+                return self.wait()
+            except BaseException as error:
+                self.fail(error)
+
+    def work(self, buffers: Sequence[Tensor], device: torch.device, ready: torch.cuda.Event) -> None:
+        """One thread. Device, stream and inference mode are a thread's own."""
+        with self._changed:
+            self._working += 1
+        try:
+            torch.cuda.set_device(device)
+            stream = torch.cuda.Stream(device)
+            try:
+                stream.wait_event(ready)
+                self._copy(buffers, stream)
+            finally:
+                stream.synchronize()
+        except BaseException as error:
+            self.fail(error)
+        finally:
+            with self._changed:
+                self._working -= 1
+                self._changed.notify_all()
+
+    def _copy(self, buffers: Sequence[Tensor], stream: torch.cuda.Stream) -> None:
+        torch.cuda.set_stream(stream)
+        events = [stream.record_event() for _ in buffers]
+        addresses = np.array([buffer.data_ptr() for buffer in buffers]), np.array([event.cuda_event for event in events])
+        turn = 0
+        while True:
+            i, turn = self.loop(*addresses, stream.cuda_stream, turn)
+            if i < 0:
+                return
+            slot = turn % len(buffers)
+            _again(self.parts[i], buffers[slot], events[slot])
+            turn += 1
+
+
+def _again(part: Part, buffer: Tensor, free: torch.cuda.Event) -> None:
+    """A part that the compiled loop did not manage, so that it succeeds another way or says why it cannot."""
+    free.synchronize()
+    length = part.target.numel()
+    if part.file.fill(buffer[:length].numpy().data, part.offset, length) < length:
+        raise MachineError(f"{part.file.path} ended at byte {os.fstat(part.file.plain).st_size} while it was being read; run verify")
+    # a target made in inference mode may be written to only there; others may be anywhere
+    with torch.inference_mode():
+        part.target.copy_(buffer[:length], non_blocking=True)
+    free.record()

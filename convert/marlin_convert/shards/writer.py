@@ -1,0 +1,120 @@
+"""Writing the shard files of a unit: preallocated, at any offset from any thread, and visible under their names only when whole."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from marlin_convert.files import PAGE, drop_cache, file_system_of, machine_error, open_direct, sync_folder, write_all
+
+PARTIAL = ".partial"
+
+
+@dataclass
+class ShardFile:
+    """One output file while it is written; `writers` is how many threads are writing to it."""
+
+    path: Path
+    size: int
+    direct_io: bool
+    plain: int = -1
+    direct: int | None = None
+    writers: int = 0
+    lock: Lock = field(default_factory=Lock)
+
+    @property
+    def partial(self) -> Path:
+        """Where it is until it is whole."""
+        return self.path.with_name(self.path.name + PARTIAL)
+
+    def open(self, head: bytes) -> None:
+        """Create it anew with all its space and its header. What a broken run left is removed first, since fillers must be zero."""
+        try:
+            self.partial.unlink(missing_ok=True)
+            self.plain = os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+            _reserve(self.plain, self.size)
+            self.direct = open_direct(self.partial, os.O_WRONLY) if self.direct_io else None
+            write_all(self.plain, memoryview(head), 0)
+        except OSError as error:
+            raise machine_error(f"creating {self.partial}", error) from error
+
+    def write(self, data: npt.NDArray[Any], offset: int) -> None:
+        """Write a contiguous array at `offset`. Whole pages go past the page cache; nobody else ever touches those pages."""
+        view = data.reshape(-1).view(np.uint8).data
+        aligned = offset % PAGE == 0 and len(view) % PAGE == 0 and data.ctypes.data % PAGE == 0
+        self._count(1)
+        try:
+            self._write(view, offset, aligned)
+        except OSError as error:
+            raise machine_error(f"writing {self.partial}", error) from error
+        finally:
+            self._count(-1)
+
+    def _write(self, view: memoryview, offset: int, aligned: bool) -> None:
+        if aligned and self.direct_io and self.direct is not None:
+            try:
+                write_all(self.direct, view, offset)
+                return
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self.direct_io = False  # opened but not usable here: from now on the ordinary way; others may be using the descriptor
+        write_all(self.plain, view, offset)
+
+    def _count(self, change: int) -> None:
+        with self.lock:
+            self.writers += change
+
+    def finish(self) -> None:
+        """Make the content durable and give the file its name. A failure here condemns the file: a second fsync may lie."""
+        try:
+            os.fsync(self.plain)
+            drop_cache(self.plain, 0, self.size)
+            self.close()
+            self.partial.replace(self.path)
+        except OSError as error:
+            raise machine_error(f"finishing {self.path}", error) from error
+
+    def close(self) -> None:
+        """Close without finishing."""
+        for descriptor in (self.plain, self.direct):
+            if descriptor is not None and descriptor >= 0:
+                os.close(descriptor)
+        self.plain, self.direct = -1, None
+
+    def discard(self) -> None:
+        """Close and remove what was written so far."""
+        self.close()
+        self.partial.unlink(missing_ok=True)
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    """Take the space now: a full disk shows at once, and blocks lie together. The file reads as zeros.
+
+    A file system in memory would fill every page with zeros here, on one thread, before any is written.
+    """
+    if file_system_of(os.fstat(descriptor).st_dev) in ("tmpfs", "ramfs"):
+        os.ftruncate(descriptor, size)
+        return
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+        os.ftruncate(descriptor, size)
+
+
+def finish_files(files: Sequence[ShardFile]) -> None:
+    """Finish all files of a unit, then make their names durable."""
+    for file in files:
+        file.finish()
+    for folder in {file.path.parent for file in files}:
+        sync_folder(folder)

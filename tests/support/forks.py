@@ -1,0 +1,143 @@
+"""Command lines run in forks of one warmed process, and broken at a chosen call.
+
+A fork has everything imported and compiled, so a run takes a fraction of a second, and a fault can be set where it is wanted: a kill, a signal, an
+error of the system, at the n-th call of a function. Run as a script it is the process that forks; `Forks` is the other end.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+#: what can be broken, as attributes of `os`
+CALLS = ("fsync", "replace", "pwrite", "posix_fallocate", "preadv", "mkdir", "unlink", "rmdir")
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a run ended: `code` is the exit code, or minus the signal that killed it."""
+
+    code: int
+    stdout: str
+    stderr: str
+    counts: dict[str, int]
+
+
+class Forks:
+    """Runs command lines in forks."""
+
+    def __init__(self, folder: Path, checkpoint: Path) -> None:
+        """Start the process; `checkpoint` is converted once to have everything compiled."""
+        self._folder = folder
+        arguments = [sys.executable, str(Path(__file__)), str(checkpoint), str(folder / "warm")]
+        self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def run(self, *arguments: object, fault: dict[str, Any] | None = None) -> Done:
+        """Run a command line. `fault`: `call` (one of CALLS), `number` (from 0), `action` (a signal's name, an errno's name, or "run"),
+        and for "run" the `command` that is run in the midst, whose end is kept in the file `result`."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        files = {name: str(self._folder / name) for name in ("stdout", "stderr", "counts")}
+        request = {"arguments": [str(argument) for argument in arguments], "fault": fault, **files}
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        code = int(self._process.stdout.readline())
+        counts = Path(files["counts"])
+        return Done(
+            code, Path(files["stdout"]).read_text(), Path(files["stderr"]).read_text(), json.loads(counts.read_text()) if counts.exists() else {}
+        )
+
+    def __enter__(self) -> Forks:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait(60)
+
+
+class _Faults:
+    """Counts calls and breaks one."""
+
+    def __init__(self, fault: dict[str, Any] | None) -> None:
+        self.fault = fault or {}
+        self.counts = dict.fromkeys(CALLS, 0)
+        self.lock = threading.Lock()
+        for name in CALLS:
+            setattr(os, name, self._wrapped(name, getattr(os, name)))
+
+    def _wrapped(self, name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self.lock:
+                number = self.counts[name]
+                self.counts[name] += 1
+            if self.fault.get("call") == name and number == self.fault["number"]:
+                self._break()
+            return function(*args, **kwargs)
+
+        return call
+
+    def _break(self) -> None:
+        action = self.fault["action"]
+        if action == "run":
+            done = subprocess.run(self.fault["command"], capture_output=True, text=True, check=False)
+            pathlib.Path(self.fault["result"]).write_text(json.dumps([done.returncode, done.stdout, done.stderr]))
+        elif action.startswith("SIG"):
+            os.kill(os.getpid(), getattr(signal, action))
+        else:
+            number = getattr(errno, action)
+            raise OSError(number, os.strerror(number))
+
+
+def _child(request: dict[str, Any]) -> None:
+    from marlin_convert import cli
+
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        opened = os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(opened, descriptor)
+    faults = _Faults(request["fault"])
+    sys.argv = ["marlin-convert", *request["arguments"]]
+    code = 70
+    try:
+        cli.main()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 71
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pathlib.Path(request["counts"]).write_text(json.dumps(faults.counts))
+        os._exit(code)
+
+
+def _serve(checkpoint: str, warm: str) -> None:
+    from marlin_convert.checks.verify import verify
+    from marlin_convert.pipeline.convert import convert
+
+    convert(checkpoint, warm, tp=2, threads=1)
+    verify(warm, threads=1)
+    sys.stdout.flush()
+    for line in sys.stdin:
+        request = json.loads(line)
+        pathlib.Path(request["counts"]).unlink(missing_ok=True)
+        child = os.fork()
+        if child == 0:
+            _child(request)
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # this folder's names are not for the command line
+    _serve(*sys.argv[1:])
