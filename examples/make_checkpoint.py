@@ -23,7 +23,11 @@ from checkpoints.names import ShapeDtype
 
 _FOLDER = click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 _ORDER = click.option(
-    "--order", type=click.Choice(get_args(Order)), default="reference", show_default=True, help="Order of the data."
+    "--order",
+    type=click.Choice(get_args(Order)),
+    default="reference",
+    show_default=True,
+    help="Order of the data.",
 )
 _SEED = click.option("--seed", type=int, default=0, show_default=True)
 
@@ -41,7 +45,9 @@ def main() -> None:
 @click.option("--shape-dtype", type=click.Choice(get_args(ShapeDtype)), default="I32", show_default=True)
 @_SEED
 @click.option("--experts", type=click.IntRange(1), default=16, show_default=True)
-@click.option("--layers", type=click.IntRange(1), default=3, show_default=True, help="The first one is dense.")
+@click.option(
+    "--layers", type=click.IntRange(1), default=3, show_default=True, help="The first one is dense."
+)
 @click.option("--moe-intermediate", type=click.IntRange(32), default=512, show_default=True)
 def small(**options: Any) -> None:
     """A checkpoint of a few megabytes whose values encode their coordinates."""
@@ -75,7 +81,8 @@ def _report(make: Callable[..., Checkpoint], **options: Any) -> None:
         raise click.ClickException(f"{error}: give a new folder") from None
     seconds = time.monotonic() - start
     click.echo(
-        f"{made.folder}: {len(made.files)} files, {len(made.tensors):,} tensors, {made.nbytes:,} bytes, {seconds:.1f} s"
+        f"{made.folder}: {len(made.files)} files, {len(made.tensors):,} tensors, {made.nbytes:,} bytes,"
+        f" {seconds:.1f} s"
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from checkpoints import Checkpoint, make_small
 from forks import Forks
 

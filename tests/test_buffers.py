@@ -62,7 +62,10 @@ def test_kept_buffers_make_room() -> None:
 
 def test_more_than_the_budget_is_refused_at_once() -> None:
     pool = BufferPool(10 * PAGE)
-    with pytest.raises(ValueError, match=f"a job needs {11 * PAGE} bytes, the budget is {10 * PAGE}"), pool.take(10 * PAGE + 1):
+    with (
+        pytest.raises(ValueError, match=f"a job needs {11 * PAGE} bytes, the budget is {10 * PAGE}"),
+        pool.take(10 * PAGE + 1),
+    ):
         pass
 
 

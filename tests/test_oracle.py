@@ -1,4 +1,6 @@
-"""The oracle against tensors that the GPU's own repacking made, and against products that its kernel computed."""
+"""The oracle against tensors that the GPU's own repacking made, and against products that its kernel
+computed.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+
 from oracle import Matrix, oracle_experts, oracle_rank_slices, published_codes, read_scales, read_weights
 
 GOLDEN = Path(__file__).parent / "golden" / "golden.safetensors"
@@ -27,7 +30,9 @@ def golden() -> Load:
     def load(name: str) -> NDArray[Any]:
         entry = header[name]
         begin, end = entry["data_offsets"]
-        values: NDArray[Any] = np.frombuffer(content[start + begin : start + end], np.dtype(DTYPES[entry["dtype"]]))
+        values: NDArray[Any] = np.frombuffer(
+            content[start + begin : start + end], np.dtype(DTYPES[entry["dtype"]])
+        )
         return values.reshape(entry["shape"])
 
     return load
@@ -74,7 +79,9 @@ def test_reads_the_experts_of_a_moe_layer(golden: Load, part: str) -> None:
     ],
     ids=["moe", "group 128", "one group"],
 )
-def test_what_it_reads_gives_the_products_of_the_kernel(golden: Load, parts: tuple[str, ...], group: int) -> None:
+def test_what_it_reads_gives_the_products_of_the_kernel(
+    golden: Load, parts: tuple[str, ...], group: int
+) -> None:
     tokens, words, scales, topk, expected = map(golden, parts)
     made = []
     for token, chosen in zip(as_float(tokens), topk, strict=True):
@@ -89,7 +96,12 @@ def test_what_it_reads_gives_the_products_of_the_kernel(golden: Load, parts: tup
 def test_experts_of_a_rank() -> None:
     assert oracle_experts(3, tp=8, ep=1, experts=384) == list(range(384))
     assert oracle_experts(3, tp=8, ep=8, experts=384) == list(range(144, 192))
-    assert [oracle_experts(rank, tp=4, ep=2, experts=4) for rank in range(4)] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [oracle_experts(rank, tp=4, ep=2, experts=4) for rank in range(4)] == [
+        [0, 1],
+        [0, 1],
+        [2, 3],
+        [2, 3],
+    ]
 
 
 def number_matrix(rows: int, columns: int, group: int, start: int) -> Matrix:
@@ -98,7 +110,9 @@ def number_matrix(rows: int, columns: int, group: int, start: int) -> Matrix:
     return Matrix(codes.astype(np.uint8), scales.astype(np.uint16))
 
 
-@pytest.mark.parametrize(("tp", "ep", "share", "padded"), [(1, 1, 256, 256), (4, 2, 128, 128), (8, 1, 32, 64)])
+@pytest.mark.parametrize(
+    ("tp", "ep", "share", "padded"), [(1, 1, 256, 256), (4, 2, 128, 128), (8, 1, 32, 64)]
+)
 def test_shares_of_all_ranks_make_the_expert(tp: int, ep: int, share: int, padded: int) -> None:
     gate, up = number_matrix(256, 128, 32, 1), number_matrix(256, 128, 32, 5000)
     down = number_matrix(128, 256, 32, 9000)
@@ -108,10 +122,16 @@ def test_shares_of_all_ranks_make_the_expert(tp: int, ep: int, share: int, padde
         assert made[0].w13_codes.shape == (128, 2 * padded)
         for half, matrix in ((0, gate), (padded, up)):
             columns = slice(half, half + share)
-            np.testing.assert_array_equal(np.hstack([one.w13_codes[:, columns] for one in made]), matrix.codes.T)
-            np.testing.assert_array_equal(np.hstack([one.w13_scales[:, columns] for one in made]), matrix.scales.T)
+            np.testing.assert_array_equal(
+                np.hstack([one.w13_codes[:, columns] for one in made]), matrix.codes.T
+            )
+            np.testing.assert_array_equal(
+                np.hstack([one.w13_scales[:, columns] for one in made]), matrix.scales.T
+            )
             for one in made:
                 assert not one.w13_scales[:, half + share : half + padded].any()
         np.testing.assert_array_equal(np.vstack([one.w2_codes[:share] for one in made]), down.codes.T)
-        np.testing.assert_array_equal(np.vstack([one.w2_scales[: share // 32] for one in made]), down.scales.T)
+        np.testing.assert_array_equal(
+            np.vstack([one.w2_scales[: share // 32] for one in made]), down.scales.T
+        )
         assert not any(one.w2_scales[share // 32 :].any() for one in made)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from checkpoints import Checkpoint
 
 ROOT = Path(__file__).parents[1]
@@ -25,7 +26,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("build")
     pytest.importorskip("hatchling")
     folder = tmp_path_factory.mktemp("dist")
-    subprocess.run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)],
+        check=True,
+        capture_output=True,
+    )
     return folder
 
 
@@ -34,7 +39,11 @@ def wheel_of_the_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel built without the detour."""
     pytest.importorskip("build")
     folder = tmp_path_factory.mktemp("wheel")
-    subprocess.run([sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(folder), str(ROOT)], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(folder), str(ROOT)],
+        check=True,
+        capture_output=True,
+    )
     return next(folder.glob("*.whl"))
 
 
@@ -60,21 +69,46 @@ def test_wheel_of_the_tree_is_that_of_the_sdist(built: Path, wheel_of_the_tree: 
 def test_sdist_has_sources_tests_and_schemas(built: Path) -> None:
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
-    for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "Makefile", "tests/support/oracle.py", "examples/make_checkpoint.py"):
+    for name in (
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "CHANGELOG.md",
+        "Makefile",
+        "tests/support/oracle.py",
+        "examples/make_checkpoint.py",
+    ):
         assert name in names
     assert {f"schemas/{name}" for name in SCHEMAS} <= names
     assert not any("__pycache__" in name or name.endswith(".pyc") for name in names)
 
 
 @pytest.fixture(scope="module")
-def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs the command of a fresh environment with the wheel in it; what it depends on comes from the environment of the tests."""
+def installed(
+    built: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs the command of a fresh environment with the wheel in it; what it depends on comes from the
+    environment of the tests.
+    """
     folder = tmp_path_factory.mktemp("environment")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, capture_output=True)
-    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--no-deps", "--no-index", "--quiet"]
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, capture_output=True
+    )
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(folder / "bin" / "python"),
+        "install",
+        "--no-deps",
+        "--no-index",
+        "--quiet",
+    ]
     subprocess.run([*pip, str(next(built.glob("*.whl")))], check=True, capture_output=True)
     site = next(folder.glob("lib/python*/site-packages"))
-    # Its own packages come first; an editable install of the tree is hidden since its .pth files are not read this way.
+    # Its own packages come first; an editable install of the tree is hidden since its .pth files are not read
+    # this way.
     (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     clean = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
 
@@ -88,7 +122,9 @@ def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
     return run
 
 
-def test_job_with_the_wheel(installed: Callable[..., subprocess.CompletedProcess[str]], tiny: Checkpoint, tmp_path: Path) -> None:
+def test_job_with_the_wheel(
+    installed: Callable[..., subprocess.CompletedProcess[str]], tiny: Checkpoint, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     done = installed("plan", tiny.folder, out, "--tp", 2, "--json")
     assert (done.returncode, done.stderr) == (0, "")
@@ -102,6 +138,8 @@ def test_job_with_the_wheel(installed: Callable[..., subprocess.CompletedProcess
     assert json.loads(done.stdout)["complete"] is True
 
 
-def test_version_is_the_same_everywhere(built: Path, installed: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+def test_version_is_the_same_everywhere(
+    built: Path, installed: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     version = next(built.glob("*.whl")).name.split("-")[1]
     assert installed("--version").stdout == f"marlin-convert, version {version}\n"

@@ -1,4 +1,6 @@
-"""The README's commands do what they say: those that need neither GPU nor hub are run, in order, on a small checkpoint in the place of K2.6."""
+"""The README's commands do what they say: those that need neither GPU nor hub are run, in order, on a small
+checkpoint in the place of K2.6.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,8 @@ import shlex
 from pathlib import Path
 
 import pytest
-from checkpoints import make_small
 
+from checkpoints import make_small
 from marlin_convert.cli import cli, run
 
 README = Path(__file__).resolve().parents[1] / "README.md"
@@ -42,12 +44,16 @@ def test_every_command_named_anywhere_exists() -> None:
 def test_the_numbers_of_full_size(tmp_path: Path) -> None:
     """What the README says of K2.6 is what `plan` says of the stand-in."""
     from checkpoints import make_standin
-
     from marlin_convert import plan
 
     text = README.read_text()
     make_standin(tmp_path / "standin")
-    for tp, ep, row in ((8, 1, "`--tp 8`"), (8, 8, "`--tp 8 --ep 8`"), (16, 1, "`--tp 16`"), (32, 1, "`--tp 32`")):
+    for tp, ep, row in (
+        (8, 1, "`--tp 8`"),
+        (8, 8, "`--tp 8 --ep 8`"),
+        (16, 1, "`--tp 16`"),
+        (32, 1, "`--tp 32`"),
+    ):
         output = plan(str(tmp_path / "standin"), tp=tp, ep=ep).output
         line = next(line for line in text.splitlines() if line.startswith(f"| {row} |"))
         assert f"{output.rank_bytes() / 1e9:.1f} GB" in line

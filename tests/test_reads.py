@@ -1,4 +1,6 @@
-"""Reads: few, whole pages, every wanted byte in its place, whatever the order; and files that change or end too early."""
+"""Reads: few, whole pages, every wanted byte in its place, whatever the order; and files that change or end
+too early.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def test_a_plan(wanted: list[Piece]) -> None:
         assert place - run.at == piece.offset - run.offset
         assert piece.offset + piece.size <= run.used
     for first, second in pairwise(plan.runs):
-        assert first.file != second.file or second.offset > first.used, "a page is not read twice, but for one at a seam"
+        assert first.file != second.file or second.offset > first.used, (
+            "a page is not read twice, but for one at a seam"
+        )
 
 
 @settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
@@ -63,18 +67,22 @@ def test_neighbours_are_joined_and_others_are_not(wanted: list[Piece]) -> None:
     runs = 0
     for file in {piece.file for piece in wanted}:
         own = sorted(piece for piece in wanted if piece.file == file)
-        runs += 1 + sum(second.offset - first.offset - first.size > MAX_GAP for first, second in pairwise(own))
+        runs += 1 + sum(
+            second.offset - first.offset - first.size > MAX_GAP for first, second in pairwise(own)
+        )
     assert len(plan.runs) == runs
 
 
 def test_no_pieces() -> None:
-    assert plan_reads([]) == convert.reads.ReadPlan((), (), 0)
+    assert plan_reads([]) == marlin_convert.reads.ReadPlan((), (), 0)
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, bytes]:
     random = np.random.default_rng(1)
-    contents = {name: random.bytes(size) for name, size in (("a", 2_000_000), ("b", 1_000_001), ("c", 1_048_576))}
+    contents = {
+        name: random.bytes(size) for name, size in (("a", 2_000_000), ("b", 1_000_001), ("c", 1_048_576))
+    }
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
     return contents
@@ -89,7 +97,9 @@ def read(reader: PieceReader, wanted: list[Piece]) -> list[bytes]:
         reader.read(plan, buffer)
     finally:
         reader.close_files(names)
-    return [buffer[place : place + piece.size].tobytes() for piece, place in zip(wanted, plan.places, strict=True)]
+    return [
+        buffer[place : place + piece.size].tobytes() for piece, place in zip(wanted, plan.places, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -100,7 +110,9 @@ def test_every_byte_arrives(tmp_path: Path, files: dict[str, bytes], direct: boo
         wanted = []
         for name, content in files.items():
             cuts = np.sort(random.choice(len(content), 8, replace=False)).tolist()
-            wanted += [Piece(name, begin, end - begin) for begin, end in zip(cuts[::2], cuts[1::2], strict=True)]
+            wanted += [
+                Piece(name, begin, end - begin) for begin, end in zip(cuts[::2], cuts[1::2], strict=True)
+            ]
         random.shuffle(wanted)  # type: ignore[arg-type]
         wanted = [Piece(*piece) for piece in wanted]
         assert read(reader, wanted) == [files[file][offset : offset + size] for file, offset, size in wanted]
@@ -118,8 +130,12 @@ def test_the_last_bytes_of_a_file(tmp_path: Path, files: dict[str, bytes], name:
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize(("offset", "size"), [(1_000_000, 2), (0, 1_000_002), (2_000_000, 10)])
-def test_a_file_that_ends_too_early(tmp_path: Path, files: dict[str, bytes], offset: int, size: int, direct: bool) -> None:
-    with pytest.raises(SourceError, match="b ends at byte 1000001, before its tensors do: it was changed while being read"):
+def test_a_file_that_ends_too_early(
+    tmp_path: Path, files: dict[str, bytes], offset: int, size: int, direct: bool
+) -> None:
+    with pytest.raises(
+        SourceError, match="b ends at byte 1000001, before its tensors do: it was changed while being read"
+    ):
         read(PieceReader(tmp_path.joinpath, direct), [Piece("b", offset, size)])
 
 
@@ -128,7 +144,9 @@ def test_a_file_that_is_gone(tmp_path: Path) -> None:
         PieceReader(tmp_path.joinpath).open_files(["x"])
 
 
-def test_short_reads_are_continued(tmp_path: Path, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_reads_are_continued(
+    tmp_path: Path, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole, calls = os.preadv, []
 
     def short(descriptor: int, buffers: Any, offset: int) -> int:
@@ -137,7 +155,9 @@ def test_short_reads_are_continued(tmp_path: Path, files: dict[str, bytes], monk
         return whole(descriptor, [buffer[: 4096 * 3 if len(calls) % 2 else 777]], offset)
 
     monkeypatch.setattr(os, "preadv", short)
-    assert read(PieceReader(tmp_path.joinpath, direct=False), [Piece("a", 100, 100_000)]) == [files["a"][100:100_100]]
+    assert read(PieceReader(tmp_path.joinpath, direct=False), [Piece("a", 100, 100_000)]) == [
+        files["a"][100:100_100]
+    ]
     assert len(calls) > 10
 
 
@@ -148,7 +168,9 @@ def test_direct_reads_that_do_not_work_are_done_the_ordinary_way(
     """Some file systems open a file for direct reads and then refuse them."""
     whole, refused = os.preadv, []
     opened = {}
-    monkeypatch.setattr(convert.reads, "open_direct", lambda path, flags: opened.setdefault(path, os.open(path, flags)))
+    monkeypatch.setattr(
+        marlin_convert.reads, "open_direct", lambda path, flags: opened.setdefault(path, os.open(path, flags))
+    )
 
     def preadv(descriptor: int, buffers: Any, offset: int) -> int:
         if descriptor in opened.values():
@@ -166,7 +188,10 @@ def test_a_disk_that_fails(tmp_path: Path, files: dict[str, bytes], monkeypatch:
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", broken)
-    with pytest.raises(MachineError, match=r"reading .*a: Input/output error; check the disk, then run the same command again"):
+    with pytest.raises(
+        MachineError,
+        match=r"reading .*a: Input/output error; check the disk, then run the same command again",
+    ):
         read(PieceReader(tmp_path.joinpath), [Piece("a", 0, 10)])
 
 

@@ -1,7 +1,8 @@
 """Kimi-K2 checkpoints to ready-to-mmap per-GPU shards in the Marlin MoE layout.
 
-The command line's verbs as functions: `plan`, `download`, `convert`, `verify`, and `open_shards` to read the result; `HubOptions` says how a
-repository of the hub is read. They are loaded when first used, so that `import marlin_convert` costs nothing.
+The command line's verbs as functions: `plan`, `download`, `convert`, `verify`, and `open_shards` to read the
+result; `HubOptions` says how a repository of the hub is read. They are loaded when first used, so that
+`import marlin_convert` costs nothing.
 """
 
 from __future__ import annotations

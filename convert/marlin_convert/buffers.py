@@ -1,4 +1,6 @@
-"""Page-aligned buffers under a budget, reused so that each page is zeroed by the kernel once, not once per job."""
+"""Page-aligned buffers under a budget, reused so that each page is zeroed by the kernel once, not once per
+job.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,8 @@ class BufferPool:
 
     @contextmanager
     def take(self, size: int) -> Iterator[Buffer]:
-        """A buffer of at least `size` bytes, waiting until the budget has room. A job takes all it needs at once, so none waits for another
-        while holding memory itself.
+        """A buffer of at least `size` bytes, waiting until the budget has room. A job takes all it needs at
+        once, so none waits for another while holding memory itself.
 
         Raises ValueError where `size` can never fit, InterruptedError once the pool was stopped.
         """

@@ -18,14 +18,40 @@ from typing import Any
 
 from marlin_convert.buffers import aligned_buffer
 from marlin_convert.files import PAGE, existing, open_direct
-from marlin_convert.gpu import Torch, advice, find_compiler, find_driver, find_providers, find_torch, installed, one_line, package_version, run_kernel
+from marlin_convert.gpu import (
+    Torch,
+    advice,
+    find_compiler,
+    find_driver,
+    find_providers,
+    find_torch,
+    installed,
+    one_line,
+    package_version,
+    run_kernel,
+)
 
 #: distribution name -> module name
 CORE = {
-    "click": "click", "tqdm": "tqdm", "numpy": "numpy", "numba": "numba", "safetensors": "safetensors", "xxhash": "xxhash",
+    "click": "click",
+    "tqdm": "tqdm",
+    "numpy": "numpy",
+    "numba": "numba",
+    "safetensors": "safetensors",
+    "xxhash": "xxhash",
     "huggingface_hub": "huggingface_hub",
-}  # fmt: skip
-OPTIONAL = ("torch", "sglang", "sgl-kernel", "sglang-kernel", "apache-tvm-ffi", "triton", "matplotlib", "llvmlite", "hf-xet")
+}
+OPTIONAL = (
+    "torch",
+    "sglang",
+    "sgl-kernel",
+    "sglang-kernel",
+    "apache-tvm-ffi",
+    "triton",
+    "matplotlib",
+    "llvmlite",
+    "hf-xet",
+)
 
 #: a conversion for tp ranks keeps the files of two units open
 OPEN_FILES = 512
@@ -66,7 +92,9 @@ class Examination:
 
 
 def examine(path: str | os.PathLike[str] = ".", *, kernel: bool = False) -> Examination:
-    """Look at this machine, with `path` as the place to convert to. `kernel` also runs the kernel once (it may have to be compiled: minutes)."""
+    """Look at this machine, with `path` as the place to convert to. `kernel` also runs the kernel once (it
+    may have to be compiled: minutes).
+    """
     place, cache, layout = _place(Path(path)), _numba_cache(), _layout_works()
     found, driver = find_torch(), find_driver()
     providers = tuple(find_providers(found))
@@ -115,7 +143,10 @@ def _cpu() -> str:
 
 def _memory() -> tuple[int | None, int | None]:
     """All and available, in bytes; None where it cannot be told."""
-    values = {name: int(size) * 1024 for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", _text("/proc/meminfo"), re.MULTILINE)}
+    values = {
+        name: int(size) * 1024
+        for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", _text("/proc/meminfo"), re.MULTILINE)
+    }
     if "MemTotal" in values:
         return values["MemTotal"], values.get("MemAvailable")
     try:
@@ -157,7 +188,12 @@ def _place(path: Path) -> dict[str, Any]:
     except OSError:
         pass
     writable, direct = _probe(folder)
-    return found | {"writable": writable.ok, "writable_reason": writable.reason, "direct_io": direct.ok, "direct_io_reason": direct.reason}
+    return found | {
+        "writable": writable.ok,
+        "writable_reason": writable.reason,
+        "direct_io": direct.ok,
+        "direct_io_reason": direct.reason,
+    }
 
 
 def _probe(folder: Path) -> tuple[Answer, Answer]:
@@ -181,7 +217,10 @@ def _round_trip(open_file: Callable[[], int | None]) -> Answer:
     try:
         descriptor = open_file()
         if descriptor is None:
-            return Answer(False, "the file system has no direct I/O; ordinary I/O is used, which is slower for large files")
+            return Answer(
+                False,
+                "the file system has no direct I/O; ordinary I/O is used, which is slower for large files",
+            )
         written, back = aligned_buffer(PROBE_BYTES), aligned_buffer(PROBE_BYTES)
         written[:] = [i * 31 % 251 for i in range(PROBE_BYTES)]
         size = os.pwrite(descriptor, written.data, 0)
@@ -212,13 +251,22 @@ def _file_system(folder: Path) -> str | None:
 
 
 def _numba_cache() -> dict[str, Any]:
-    """Where compiled functions are kept; without a place each process compiles anew, which takes seconds and is no error."""
+    """Where compiled functions are kept; without a place each process compiles anew, which takes seconds and
+    is no error.
+    """
     try:
         words = importlib.import_module("marlin_convert.layout.words")
         path = words.pack_words.stats.cache_path
     except Exception as error:  # a broken numba is an answer
         return {"writable": False, "path": None, "reason": one_line(error)}
-    reason = "" if path else "neither the package folder nor the user's cache folder can be written; NUMBA_CACHE_DIR can name another"
+    reason = (
+        ""
+        if path
+        else (
+            "neither the package folder nor the user's cache folder can be written; NUMBA_CACHE_DIR can name"
+            " another"
+        )
+    )
     return {"writable": path is not None, "path": path, "reason": reason}
 
 
@@ -234,7 +282,9 @@ def _layout_works() -> Answer:
             importlib.import_module(module)
         packed = numpy.arange(64 * 8, dtype=numpy.int32).reshape(64, 8) * 2654435 + 1
         if not (marlin.unpack_weight(marlin.pack_weight(packed)) == packed).all():
-            return Answer(False, "the layout's inverse gives something else on this machine: please report this")
+            return Answer(
+                False, "the layout's inverse gives something else on this machine: please report this"
+            )
     except Exception as error:
         return Answer(False, f"the core does not load: {one_line(error)}")
     return Answer(True, "")
@@ -247,26 +297,51 @@ def _conversion(layout: Answer, place: dict[str, Any]) -> Answer:
         return Answer(False, f"{place['probed']}: {place['writable_reason']}")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < OPEN_FILES:
-        return Answer(False, f"only {soft} files may be open at once; ulimit -n {OPEN_FILES} (at most {hard}) raises it")
+        return Answer(
+            False, f"only {soft} files may be open at once; ulimit -n {OPEN_FILES} (at most {hard}) raises it"
+        )
     notes = [] if place["direct_io"] else [f"without direct I/O: {place['direct_io_reason']}"]
     return Answer(True, "; ".join(notes))
 
 
-def _kernel(verification: Answer, found: Torch, driver: dict[str, Any], providers: tuple[dict[str, Any], ...], install: str, run: bool) -> Answer:
+def _kernel(
+    verification: Answer,
+    found: Torch,
+    driver: dict[str, Any],
+    providers: tuple[dict[str, Any], ...],
+    install: str,
+    run: bool,
+) -> Answer:
     """Whether the kernel check would work, by running the kernel once if `run`."""
     if not verification.ok:
         return verification
     if found.problem:
-        hint = install or ("no NVIDIA GPU was found: verify --kernel --device cpu checks slowly with a model of the kernel" if found.version else "")
-        hint = hint or "pip install '.[torch]' for the slow check with verify --kernel --device cpu; the kernel itself needs a GPU"
+        hint = install or (
+            "no NVIDIA GPU was found: verify --kernel --device cpu checks slowly with a model of the kernel"
+            if found.version
+            else ""
+        )
+        hint = (
+            hint
+            or "pip install '.[torch]' for the slow check with verify --kernel --device cpu; the kernel itself "
+            "needs a GPU"
+        )
         return Answer(False, f"{found.problem}; {hint}")
     loading = [provider["name"] for provider in providers if provider["available"]]
     if not loading:
         why = "; ".join(f"{provider['name']}: {provider['reason']}" for provider in providers)
         return Answer(False, f"no provider of the kernel loads ({why}); {install}")
     capability = found.gpus[0]["capability"]
-    note = "" if capability == "9.0" else f"; this project has run it on capability 9.0 only, this is {capability}"
+    note = (
+        ""
+        if capability == "9.0"
+        else f"; this project has run it on capability 9.0 only, this is {capability}"
+    )
     if not run:
         return Answer(True, f"{loading[0]} loads; doctor --kernel also runs it{note}")
     wrong = run_kernel()
-    return Answer(False, f"{loading[0]} loads, but {wrong}") if wrong else Answer(True, f"{loading[0]} ran and read every weight back{note}")
+    return (
+        Answer(False, f"{loading[0]} loads, but {wrong}")
+        if wrong
+        else Answer(True, f"{loading[0]} ran and read every weight back{note}")
+    )

@@ -16,7 +16,9 @@ class OutputError(ConvertError):
 
 
 class UsageError(ConvertError):
-    """The request cannot be met: bad options, options that conflict with each other or with an output folder."""
+    """The request cannot be met: bad options, options that conflict with each other or with an output
+    folder.
+    """
 
     exit_code = 2
 

@@ -88,7 +88,9 @@ def write_all(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def write_durably(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files that count only once something written later says so: all of them, then all to the disk, each waited for once."""
+    """Write files that count only once something written later says so: all of them, then all to the disk,
+    each waited for once.
+    """
     parents = {(folder / name).parent for name in files}
     for parent in sorted(parents):
         if not parent.is_dir():
@@ -121,7 +123,9 @@ def machine_error(what: str, error: OSError) -> ConvertError:
         errno.EROFS: "choose a place that can be written",
         errno.EMFILE: "raise the limit of open files (ulimit -n)",
     }.get(error.errno or 0, "check the disk")
-    return MachineError(f"{what}: {error.strerror or error}; {advice}, then run the same command again to continue")
+    return MachineError(
+        f"{what}: {error.strerror or error}; {advice}, then run the same command again to continue"
+    )
 
 
 def open_direct(path: Path, flags: int) -> int | None:
@@ -145,7 +149,9 @@ def drop_cache(descriptor: int, offset: int, length: int) -> None:
 
 @cache
 def file_system_of(device: int) -> str:
-    """The type of the mounted file system with this st_dev, such as ext4 or tmpfs; "" where that cannot be told."""
+    """The type of the mounted file system with this st_dev, such as ext4 or tmpfs; "" where that cannot be
+    told.
+    """
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:
         for line in Path("/proc/self/mountinfo").read_text().splitlines():

@@ -1,6 +1,8 @@
-"""The GPU side of `doctor`: driver, torch, compiler, and which provider of the kernel loads or what to install for one.
+"""The GPU side of `doctor`: driver, torch, compiler, and which provider of the kernel loads or what to
+install for one.
 
-Nothing is imported that is not installed, and torch only where it is: what is missing is an answer, never a crash.
+Nothing is imported that is not installed, and torch only where it is: what is missing is an answer, never a
+crash.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def one_line(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Torch:
-    """What torch says; `version` None where it is not installed, `problem` where it does not load or sees no GPU."""
+    """What torch says; `version` None where it is not installed, `problem` where it does not load or sees no
+    GPU.
+    """
 
     version: str | None
     cuda: str | None
@@ -57,12 +61,17 @@ def find_torch() -> Torch:
         return Torch(package_version("torch"), None, (), f"torch does not load: {one_line(error)}")
     cuda = torch.version.cuda
     try:
-        gpus = tuple(_gpu(torch, index) for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0))
+        gpus = tuple(
+            _gpu(torch, index)
+            for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+        )
     except Exception as error:
         return Torch(torch.__version__, cuda, (), f"torch sees a GPU that does not work: {one_line(error)}")
     problem = ""
     if not gpus:
-        problem = f"torch {torch.__version__} sees no CUDA GPU" + ("; it is a build without CUDA" if cuda is None else "")
+        problem = f"torch {torch.__version__} sees no CUDA GPU" + (
+            "; it is a build without CUDA" if cuda is None else ""
+        )
     return Torch(torch.__version__, cuda, gpus, problem)
 
 
@@ -70,9 +79,11 @@ def _gpu(torch: Any, index: int) -> dict[str, Any]:
     major, minor = torch.cuda.get_device_capability(index)
     properties = torch.cuda.get_device_properties(index)
     return {
-        "name": properties.name, "capability": f"{major}.{minor}", "memory_bytes": properties.total_memory,
+        "name": properties.name,
+        "capability": f"{major}.{minor}",
+        "memory_bytes": properties.total_memory,
         "multiprocessors": properties.multi_processor_count,
-    }  # fmt: skip
+    }
 
 
 def _run(*command: str) -> str | None:
@@ -88,14 +99,26 @@ def _run(*command: str) -> str | None:
 
 def find_driver() -> dict[str, Any]:
     """The NVIDIA driver and its GPUs, from nvidia-smi; no torch needed."""
-    listed = _run("nvidia-smi", "--query-gpu=name,driver_version,memory.total,compute_cap", "--format=csv,noheader,nounits")
+    listed = _run(
+        "nvidia-smi",
+        "--query-gpu=name,driver_version,memory.total,compute_cap",
+        "--format=csv,noheader,nounits",
+    )
     rows = [[field.strip() for field in line.split(",")] for line in (listed or "").splitlines()]
     rows = [row for row in rows if len(row) == 4]
     if not rows:
         there = shutil.which("nvidia-smi") is not None
-        return {"version": None, "cuda": None, "gpus": [], "problem": "nvidia-smi lists no GPU" if there else "nvidia-smi is not there"}
+        return {
+            "version": None,
+            "cuda": None,
+            "gpus": [],
+            "problem": "nvidia-smi lists no GPU" if there else "nvidia-smi is not there",
+        }
     cuda = re.search(r"CUDA (?:UMD )?Version:\s*(\d+\.\d+)", _run("nvidia-smi") or "")
-    gpus = [{"name": row[0], "memory_mib": int(row[2]) if row[2].isdigit() else None, "capability": row[3]} for row in rows]
+    gpus = [
+        {"name": row[0], "memory_mib": int(row[2]) if row[2].isdigit() else None, "capability": row[3]}
+        for row in rows
+    ]
     return {"version": rows[0][1], "cuda": cuda[1] if cuda else None, "gpus": gpus, "problem": ""}
 
 
@@ -104,9 +127,13 @@ def find_compiler() -> dict[str, str | None]:
     home = os.environ.get("CUDA_HOME")
     return {
         "CUDA_HOME": home,
-        "nvcc": shutil.which("nvcc") or (shutil.which("nvcc", path=os.path.join(home, "bin")) if home else None),
+        "nvcc": (
+            shutil.which("nvcc") or (shutil.which("nvcc", path=os.path.join(home, "bin")) if home else None)
+        ),
         "g++": shutil.which("g++"),
-        "ninja": shutil.which("ninja", path=os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", "")))),
+        "ninja": shutil.which(
+            "ninja", path=os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", "")))
+        ),
         "TVM_FFI_CACHE_DIR": os.environ.get("TVM_FFI_CACHE_DIR"),
     }
 
@@ -115,9 +142,19 @@ def find_providers(found: Torch) -> list[dict[str, Any]]:
     """Each provider of the kernel: whether it loads, else why not and what to install."""
     from marlin_convert.kernels.providers import CANDIDATES, probe
 
-    if found.version is not None and not found.gpus:  # the same answer without importing a torch that may be broken
-        reasons = {c.name: found.problem if installed(c.package) else f"{c.package} is not installed and {found.problem}" for c in CANDIDATES}
-        return [_provider(c.name, False, reasons[c.name], c.install, package_version(c.package.replace("_", "-"))) for c in CANDIDATES]
+    if (
+        found.version is not None and not found.gpus
+    ):  # the same answer without importing a torch that may be broken
+        reasons = {
+            c.name: (
+                found.problem if installed(c.package) else f"{c.package} is not installed and {found.problem}"
+            )
+            for c in CANDIDATES
+        }
+        return [
+            _provider(c.name, False, reasons[c.name], c.install, package_version(c.package.replace("_", "-")))
+            for c in CANDIDATES
+        ]
     return [_provider(r.name, r.available, r.reason, r.install, r.version) for r in probe()]
 
 
@@ -126,7 +163,9 @@ def _provider(name: str, available: bool, reason: str, install: str, found: str 
 
 
 def advice(torch_version: str | None, torch_cuda: str | None, driver_cuda: str | None, gpu: bool) -> str:
-    """What to install so that the kernel loads, for this torch and CUDA. Empty where no GPU is there at all."""
+    """What to install so that the kernel loads, for this torch and CUDA. Empty where no GPU is there at
+    all.
+    """
     if not gpu and torch_cuda is None:
         return ""
     cuda = torch_cuda or driver_cuda or ""
@@ -147,7 +186,10 @@ def advice(torch_version: str | None, torch_cuda: str | None, driver_cuda: str |
         return f"torch {torch_version}, CUDA {major}: pip install 'sglang==0.5.17'; {compiles}"
     if release >= (2, 13):
         return f"torch {torch_version}, CUDA {major}: pip install 'sglang>=0.5.18,<0.6'; {compiles}"
-    return f"no sglang is known to go with torch {torch_version}: in a fresh environment, pip install '.[sglang]'; {compiles}"
+    return (
+        f"no sglang is known to go with torch {torch_version}: in a fresh environment, pip install"
+        f" '.[sglang]'; {compiles}"
+    )
 
 
 def run_kernel() -> str:

@@ -23,13 +23,16 @@ def _mincore() -> Callable[[int, int, int], int] | None:
 
 
 def can_tell(path: Path) -> bool:
-    """Whether the system says what of a file is in the page cache: Linux tells only its owner and who may write to it, and lets others believe that
-    all of it is."""
+    """Whether the system says what of a file is in the page cache: Linux tells only its owner and who may
+    write to it, and lets others believe that all of it is.
+    """
     return _mincore() is not None and (os.stat(path).st_uid == os.geteuid() or os.access(path, os.W_OK))
 
 
 def resident_pages(mapped: mmap.mmap, offset: int, size: int) -> npt.NDArray[np.bool_]:
-    """Which of the pages of a mapped file from `offset` (of a page) are in the page cache, by mincore; for files of which it can be told."""
+    """Which of the pages of a mapped file from `offset` (of a page) are in the page cache, by mincore; for
+    files of which it can be told.
+    """
     mincore, part = _mincore(), np.frombuffer(mapped, np.uint8)[offset : offset + size]
     flags = np.zeros(-(-part.size // mmap.PAGESIZE), np.uint8)
     failed = mincore is None or mincore(part.ctypes.data, part.size, flags.ctypes.data)

@@ -1,4 +1,6 @@
-"""Reading tensors from files: pieces planned as few large page-aligned reads, past the page cache where that works."""
+"""Reading tensors from files: pieces planned as few large page-aligned reads, past the page cache where that
+works.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class Piece(NamedTuple):
 
 
 class Run(NamedTuple):
-    """One read: whole pages of a file into a page-aligned place of the buffer. `used` ends the last byte wanted."""
+    """One read: whole pages of a file into a page-aligned place of the buffer. `used` ends the last byte
+    wanted.
+    """
 
     file: str
     offset: int
@@ -39,7 +43,9 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """Runs that bring all pieces into one buffer of `size` bytes; `places[i]` is where piece i begins there."""
+    """Runs that bring all pieces into one buffer of `size` bytes; `places[i]` is where piece i begins
+    there.
+    """
 
     runs: tuple[Run, ...]
     places: tuple[int, ...]
@@ -68,7 +74,9 @@ def plan_reads(pieces: list[Piece]) -> ReadPlan:
 
 
 class OpenFile:
-    """A file that is being read, from any number of threads: an ordinary descriptor, and a direct one where that works."""
+    """A file that is being read, from any number of threads: an ordinary descriptor, and a direct one where
+    that works.
+    """
 
     def __init__(self, path: Path, direct: bool) -> None:
         self.path = path
@@ -93,15 +101,18 @@ class OpenFile:
             os.close(self.direct)
 
     def fill(self, target: memoryview, offset: int, needed: int) -> int:
-        """Read at least `needed` bytes from `offset` into `target`; returns how many came, fewer only where the file ends. With a direct descriptor
-        offset, `target` and its length are whole pages. Raises MachineError."""
+        """Read at least `needed` bytes from `offset` into `target`; returns how many came, fewer only where
+        the file ends. With a direct descriptor offset, `target` and its length are whole pages. Raises
+        MachineError.
+        """
         descriptor = self.descriptor
         done = 0
         while done < needed:
             try:
                 got = os.preadv(descriptor, [target[done:]], offset + done)
             except OSError as error:
-                if descriptor != self.plain:  # direct reads opened but do not work here (some overlay file systems): the ordinary way does
+                # direct reads that open but do not work (some overlay file systems): the ordinary way does
+                if descriptor != self.plain:
                     descriptor = self.plain
                     continue
                 raise machine_error(f"reading {self.path}", error) from error
@@ -114,7 +125,9 @@ class OpenFile:
 
 
 def read_bytes(path: Path, offset: int, size: int) -> npt.NDArray[np.uint8]:
-    """Some bytes of a file. Fewer come where it ends before. Raises MachineError, where a mapping of it would end the process."""
+    """Some bytes of a file. Fewer come where it ends before. Raises MachineError, where a mapping of it would
+    end the process.
+    """
     buffer, file = np.empty(size, np.uint8), OpenFile(path, direct=False)
     try:
         return buffer[: file.fill(buffer.data, offset, size)]
@@ -156,7 +169,9 @@ class PieceReader:
                     del self._open[name]
 
     def read(self, plan: ReadPlan, buffer: npt.NDArray[np.uint8]) -> None:
-        """Fill `buffer` (page-aligned, at least plan.size bytes). Raises SourceError where a file ends too early."""
+        """Fill `buffer` (page-aligned, at least plan.size bytes). Raises SourceError where a file ends too
+        early.
+        """
         view = buffer.data
         for run in plan.runs:
             self._read_run(run, view[run.at : run.at + run.length])
@@ -166,6 +181,8 @@ class PieceReader:
         done = file.fill(target, run.offset, needed)
         if done < needed:
             size = os.fstat(file.plain).st_size
-            raise SourceError(f"{run.file} ends at byte {size}, before its tensors do: it was changed while being read")
+            raise SourceError(
+                f"{run.file} ends at byte {size}, before its tensors do: it was changed while being read"
+            )
         if file.direct is None:
             drop_cache(file.plain, run.offset, run.length)

@@ -1,4 +1,6 @@
-"""The benches of conversion and layout run and report by schema; what they measure is for whoever runs them."""
+"""The benches of conversion and layout run and report by schema; what they measure is for whoever runs
+them.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import make_small
 from jsonschema import Draft202012Validator
 
+from checkpoints import make_small
 from marlin_convert.bench.conversion import VARIANTS, bench_conversion, tell_check_apart
 from marlin_convert.bench.layout import SHAPES, bench_layout
 from marlin_convert.bench.synthetic import config, make_layers
@@ -22,23 +24,39 @@ SCHEMAS = Path(__file__).parents[2] / "schemas"
 
 def valid(name: str, document: Any) -> None:
     """Raise where a document is not as its schema says."""
-    Draft202012Validator(json.loads((SCHEMAS / f"{name}.schema.json").read_text())).validate(json.loads(json.dumps(document)))
+    Draft202012Validator(json.loads((SCHEMAS / f"{name}.schema.json").read_text())).validate(
+        json.loads(json.dumps(document))
+    )
 
 
 def test_convert_against_cp(tmp_path: Path) -> None:
     make_small(tmp_path / "source", layers=2, experts=4)
     said: list[str] = []
     report = bench_conversion(
-        tmp_path, layers=1, experts=1, rounds=2, tp=2, ep=1, threads=2, memory="256MiB", variants=[v.name for v in VARIANTS],
-        source=tmp_path / "source", say=said.append,
-    )  # fmt: skip
+        tmp_path,
+        layers=1,
+        experts=1,
+        rounds=2,
+        tp=2,
+        ep=1,
+        threads=2,
+        memory="256MiB",
+        variants=[v.name for v in VARIANTS],
+        source=tmp_path / "source",
+        say=said.append,
+    )
     valid("bench-convert", report)
-    assert [variant["name"] for variant in report["variants"]] == ["cp", *(variant.name for variant in VARIANTS)]
+    assert [variant["name"] for variant in report["variants"]] == [
+        "cp",
+        *(variant.name for variant in VARIANTS),
+    ]
     assert report["bytes"] == sum(path.stat().st_size for path in (tmp_path / "source").iterdir())
     assert all(len(variant["seconds"]) == 2 for variant in report["variants"])
     for variant in report["variants"][1:]:
         assert all(work["bytes"] > 0 for work in variant["stages"].values())
-        assert variant["stages"].keys() == {"read", "repack", "hash", "write"} | ({"check"} if "exact" in variant["name"] else set())
+        assert variant["stages"].keys() == {"read", "repack", "hash", "write"} | (
+            {"check"} if "exact" in variant["name"] else set()
+        )
         assert variant["peak_anonymous"] > 10 << 20
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
@@ -47,22 +65,40 @@ def test_the_check_is_what_repacking_takes_longer() -> None:
     def entry(name: str, seconds: float) -> dict[str, Any]:
         return {"name": name, "stages": {"repack": {"seconds": seconds, "bytes": 7}}}
 
-    entries = {name: entry(name, seconds) for name, seconds in (("cp", 0), ("none", 2), ("exact", 3.5), ("exact, ordinary I/O", 9))}
+    entries = {
+        name: entry(name, seconds)
+        for name, seconds in (("cp", 0), ("none", 2), ("exact", 3.5), ("exact, ordinary I/O", 9))
+    }
     tell_check_apart(entries)
-    assert entries["exact"]["stages"] == {"repack": {"seconds": 2, "bytes": 7}, "check": {"seconds": 1.5, "bytes": 7}}
+    assert entries["exact"]["stages"] == {
+        "repack": {"seconds": 2, "bytes": 7},
+        "check": {"seconds": 1.5, "bytes": 7},
+    }
     assert entries["exact, ordinary I/O"]["stages"] == {"repack": {"seconds": 9, "bytes": 7}}
     entries = {name: entry(name, seconds) for name, seconds in (("none", 2), ("exact", 1.5))}  # noise
     tell_check_apart(entries)
-    assert entries["exact"]["stages"] == {"repack": {"seconds": 1.5, "bytes": 7}, "check": {"seconds": 0, "bytes": 7}}
+    assert entries["exact"]["stages"] == {
+        "repack": {"seconds": 1.5, "bytes": 7},
+        "check": {"seconds": 0, "bytes": 7},
+    }
 
 
 def test_a_conversion_that_fails_is_no_measurement(tmp_path: Path) -> None:
     make_small(tmp_path / "source", layers=2, experts=4)
     with pytest.raises(MachineError, match=r"exit code 2: error: --tp 3 .* is not divisible by moe_tp = 3"):
         bench_conversion(
-            tmp_path, layers=1, experts=1, rounds=1, tp=3, ep=1, threads=1, memory=None, variants=["none"], source=tmp_path / "source",
+            tmp_path,
+            layers=1,
+            experts=1,
+            rounds=1,
+            tp=3,
+            ep=1,
+            threads=1,
+            memory=None,
+            variants=["none"],
+            source=tmp_path / "source",
             say=lambda text: None,
-        )  # fmt: skip
+        )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 import torch
-from checkpoints import make_small
 
+from checkpoints import make_small
 from marlin_convert.bench.kernel import bench_kernel
 from marlin_convert.bench.layer import load_layer
 from marlin_convert.bench.stats import Summary, summarize
@@ -27,7 +27,16 @@ def outs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """A small checkpoint converted for tp 2, by ep."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("bench")
-    made = make_small(folder / "checkpoint", hidden=128, intermediate=128, moe_intermediate=128, experts=8, layers=2, vocab=64, vt_layers=1)
+    made = make_small(
+        folder / "checkpoint",
+        hidden=128,
+        intermediate=128,
+        moe_intermediate=128,
+        experts=8,
+        layers=2,
+        vocab=64,
+        vt_layers=1,
+    )
     for ep in (1, 2):
         convert(str(made.folder), folder / str(ep), tp=2, ep=ep, threads=2)
     return {ep: folder / str(ep) for ep in (1, 2)}
@@ -52,7 +61,10 @@ def test_report(outs: dict[int, Path], ep: int) -> None:
     report = bench_kernel(outs[ep], layer=1, rank=1, tokens=(1, 9), rounds=1, device="cpu")
     jsonschema.validate(report, SCHEMA)
     assert [(row["tokens"], row["routing"], row["use_atomic_add"]) for row in report["rows"]] == [
-        (tokens, routing, atomic) for tokens in (1, 9) for routing in ("uniform", "skewed") for atomic in (False, True)
+        (tokens, routing, atomic)
+        for tokens in (1, 9)
+        for routing in ("uniform", "skewed")
+        for atomic in (False, True)
     ]
     for row in report["rows"]:
         assert row["experts_hit"] <= report["local_experts"] == 8 // ep

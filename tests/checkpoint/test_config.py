@@ -1,4 +1,6 @@
-"""config.json: found at either level, everything else than the one scheme refused, and rewritten in its place."""
+"""config.json: found at either level, everything else than the one scheme refused, and rewritten in its
+place.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,10 @@ import json
 from typing import Any
 
 import pytest
-from checkpoints import FULL, SMALL, Form, make_config
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from checkpoints import FULL, SMALL, Form, make_config
 from marlin_convert.checkpoint.config import ModelConfig, Quantization, parse_config, rewritten
 from marlin_convert.errors import SourceError
 
@@ -36,12 +38,32 @@ def test_the_published_sizes() -> None:
     assert (model.layers, model.experts, model.hidden, model.moe_intermediate) == (61, 384, 7168, 2048)
     assert model.moe_layers == frozenset(range(1, 61))
     assert model.dims == {
-        "hidden": 7168, "vocab": 163840, "experts": 384, "dense_intermediate": 18432, "moe_intermediate": 2048, "shared_intermediate": 2048,
-        "q_lora": 1536, "kv_lora": 512, "kv_a": 576,
-        "q_head": 192, "kv_head": 256, "v_head": 128, "q_heads": 12288, "kv_heads": 16384, "v_heads": 8192,
-        "vt_blocks": 27, "vt_hidden": 1152, "vt_qkv": 3456, "vt_intermediate": 4304, "vt_channels": 3, "vt_patch": 14,
-        "vt_pos_height": 64, "vt_pos_width": 64, "vt_merged": 4608, "text_hidden": 7168,
-    }  # fmt: skip
+        "hidden": 7168,
+        "vocab": 163840,
+        "experts": 384,
+        "dense_intermediate": 18432,
+        "moe_intermediate": 2048,
+        "shared_intermediate": 2048,
+        "q_lora": 1536,
+        "kv_lora": 512,
+        "kv_a": 576,
+        "q_head": 192,
+        "kv_head": 256,
+        "v_head": 128,
+        "q_heads": 12288,
+        "kv_heads": 16384,
+        "v_heads": 8192,
+        "vt_blocks": 27,
+        "vt_hidden": 1152,
+        "vt_qkv": 3456,
+        "vt_intermediate": 4304,
+        "vt_channels": 3,
+        "vt_patch": 14,
+        "vt_pos_height": 64,
+        "vt_pos_width": 64,
+        "vt_merged": 4608,
+        "text_hidden": 7168,
+    }
     assert (model.quantization.group_size, model.quantization.found_at) == (32, "text_config")
 
 
@@ -49,7 +71,9 @@ def test_a_flat_config_has_the_same_text_model_and_no_vision() -> None:
     nested, flat = parse_config(make_config(FULL)), parse_config(make_config(FULL, "k2-thinking"))
     assert flat.quantization.found_at == ""
     assert flat.vision == {}
-    assert flat.dims == {key: value for key, value in nested.dims.items() if not key.startswith("vt_") and key != "text_hidden"}
+    assert flat.dims == {
+        key: value for key, value in nested.dims.items() if not key.startswith("vt_") and key != "text_hidden"
+    }
     assert (flat.layers, flat.moe_layers, flat.experts) == (nested.layers, nested.moe_layers, nested.experts)
 
 
@@ -70,7 +94,8 @@ def test_quantization_at_both_levels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "every", "moe"), [(1, 1, {1, 2, 3, 4, 5}), (0, 1, set(range(6))), (3, 2, {4}), (6, 1, set()), (2, 0, {2, 3, 4, 5})]
+    ("first", "every", "moe"),
+    [(1, 1, {1, 2, 3, 4, 5}), (0, 1, set(range(6))), (3, 2, {4}), (6, 1, set()), (2, 0, {2, 3, 4, 5})],
 )
 def test_which_layers_have_experts(first: int, every: int, moe: set[int]) -> None:
     config = make_config(SMALL)
@@ -85,22 +110,62 @@ def test_which_layers_have_experts(first: int, every: int, moe: set[int]) -> Non
         (("architectures",), ..., "architectures [] is none of"),
         (("architectures",), 5, "architectures 5 is none of"),
         (("architectures",), "KimiK25ForConditionalGeneration", "is none of"),
-        (("text_config", "quantization_config"), ..., "no quantization_config, neither at the top level nor in text_config"),
+        (
+            ("text_config", "quantization_config"),
+            ...,
+            "no quantization_config, neither at the top level nor in text_config",
+        ),
         (("text_config", "quantization_config"), "int4", "method 'int4', not compressed-tensors"),
         (("text_config", "quantization_config"), [1], "not compressed-tensors"),
-        (("text_config", "quantization_config"), {"quant_method": "fp8"}, "method 'fp8', not compressed-tensors"),
-        (("text_config", "quantization_config"), {"quant_method": "marlin-convert"}, "this folder is a conversion already"),
-        (("text_config", "quantization_config", "quant_method"), "gptq", "quant_method is 'gptq', only 'compressed-tensors'"),
-        (("text_config", "quantization_config", "format"), "nvfp4-pack-quantized", "format is 'nvfp4-pack-quantized', only 'pack-quantized'"),
+        (
+            ("text_config", "quantization_config"),
+            {"quant_method": "fp8"},
+            "method 'fp8', not compressed-tensors",
+        ),
+        (
+            ("text_config", "quantization_config"),
+            {"quant_method": "marlin-convert"},
+            "this folder is a conversion already",
+        ),
+        (
+            ("text_config", "quantization_config", "quant_method"),
+            "gptq",
+            "quant_method is 'gptq', only 'compressed-tensors'",
+        ),
+        (
+            ("text_config", "quantization_config", "format"),
+            "nvfp4-pack-quantized",
+            "format is 'nvfp4-pack-quantized', only 'pack-quantized'",
+        ),
         (("text_config", "quantization_config", "format"), ..., "format is None"),
         (("text_config", "quantization_config", "config_groups"), {}, "has 0 config groups"),
         (("text_config", "quantization_config", "config_groups"), {"a": {}, "b": {}}, "has 2 config groups"),
-        (("text_config", "quantization_config", "config_groups"), [], "config_groups of quantization_config should be an object, found []"),
+        (
+            ("text_config", "quantization_config", "config_groups"),
+            [],
+            "config_groups of quantization_config should be an object, found []",
+        ),
         (("text_config", "rope_scaling"), [1], "rope_scaling should be an object or null, found [1]"),
-        (("text_config", "rope_scaling"), {"factor": "64"}, "factor and mscale_all_dim of rope_scaling should be numbers"),
-        (("text_config", "quantization_config", "config_groups"), {"group_0": ["Linear"]}, "config group group_0 is not an object with"),
-        (("text_config", "quantization_config", "config_groups", "group_0", "weights"), None, "weights.num_bits is None"),
-        (("text_config", "quantization_config", "config_groups", "group_0", "weights"), [4], "config group group_0 is not an object"),
+        (
+            ("text_config", "rope_scaling"),
+            {"factor": "64"},
+            "factor and mscale_all_dim of rope_scaling should be numbers",
+        ),
+        (
+            ("text_config", "quantization_config", "config_groups"),
+            {"group_0": ["Linear"]},
+            "config group group_0 is not an object with",
+        ),
+        (
+            ("text_config", "quantization_config", "config_groups", "group_0", "weights"),
+            None,
+            "weights.num_bits is None",
+        ),
+        (
+            ("text_config", "quantization_config", "config_groups", "group_0", "weights"),
+            [4],
+            "config group group_0 is not an object",
+        ),
         (("text_config", "quantization_config", "ignore"), "lm_head", "ignore should be a list of names"),
         (("text_config", "quantization_config", "ignore"), [7], "ignore should be a list of names"),
         (("text_config", "quantization_config", "ignore"), ["re:("], "ignore has the pattern '('"),
@@ -180,7 +245,13 @@ def test_the_rewritten_config() -> None:
 def paths(section: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Where every value of a document is."""
     found = [above] if above else []
-    for key, inner in section.items() if isinstance(section, dict) else enumerate(section) if isinstance(section, list) else ():
+    for key, inner in (
+        section.items()
+        if isinstance(section, dict)
+        else enumerate(section)
+        if isinstance(section, list)
+        else ()
+    ):
         found += paths(inner, (*above, key))
     return found
 
@@ -191,7 +262,9 @@ odd = st.one_of(plain, st.lists(plain, max_size=3), st.dictionaries(st.text(max_
 
 @settings(deadline=None, max_examples=400, suppress_health_check=[HealthCheck.too_slow])
 @given(form=st.sampled_from(["k26", "k2-thinking"]), data=st.data(), count=st.integers(1, 2))
-def test_any_other_value_anywhere_is_taken_or_refused_with_a_source_error(form: Form, data: st.DataObject, count: int) -> None:
+def test_any_other_value_anywhere_is_taken_or_refused_with_a_source_error(
+    form: Form, data: st.DataObject, count: int
+) -> None:
     config = copy.deepcopy(make_config(SMALL, form))
     for _ in range(count):
         *above, key = data.draw(st.sampled_from(paths(config)))

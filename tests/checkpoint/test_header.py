@@ -1,4 +1,6 @@
-"""Headers: attack files are refused by file and tensor, and what is accepted is what the reference library reads."""
+"""Headers: attack files are refused by file and tensor, and what is accepted is what the reference library
+reads.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attacks import ATTACKS, GOOD, GOOD_SIZE, encode, file_of, written
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save
 
+from attacks import ATTACKS, GOOD, GOOD_SIZE, encode, file_of, written
 from marlin_convert.checkpoint.header import DTYPE_SIZE, MAX_HEADER, TensorEntry, parse_header, read_header
 from marlin_convert.checkpoint.store import header_of
 from marlin_convert.errors import SourceError
@@ -35,8 +37,14 @@ def test_attacks_are_refused_by_name(name: str, tmp_path: Path) -> None:
 
 #: what the reference library lets pass: it looks for less, or keeps the last of two
 LENIENT = {
-    "a blank first", "shape has a float", "a name twice", "metadata twice", "a key twice", "one key more", "entry is a list",
-}  # fmt: skip
+    "a blank first",
+    "shape has a float",
+    "a name twice",
+    "metadata twice",
+    "a key twice",
+    "one key more",
+    "entry is a list",
+}
 
 
 @pytest.mark.parametrize("name", sorted(ATTACKS.keys() - LENIENT))
@@ -47,7 +55,9 @@ def test_the_reference_library_refuses_them_too(name: str) -> None:
 
 
 def parsed(content: bytes) -> Any:
-    return read_header("f.safetensors", len(content), lambda offset, length: content[offset : offset + length])
+    return read_header(
+        "f.safetensors", len(content), lambda offset, length: content[offset : offset + length]
+    )
 
 
 def test_a_good_header() -> None:
@@ -74,7 +84,10 @@ def test_tensors_come_in_file_order_whatever_the_header_order_and_padding() -> N
 
 
 def test_empty_tensors_and_no_tensors() -> None:
-    entries = {"a": {"dtype": "I8", "shape": [3, 0], "data_offsets": [0, 0]}, "b": {"dtype": "I8", "shape": [1], "data_offsets": [0, 1]}}
+    entries = {
+        "a": {"dtype": "I8", "shape": [3, 0], "data_offsets": [0, 0]},
+        "b": {"dtype": "I8", "shape": [1], "data_offsets": [0, 1]},
+    }
     header = parsed(file_of(encode(entries), 1))
     assert [(t.name, t.size) for t in header.tensors] == [("a", 0), ("b", 1)]
     assert parsed(file_of(b"{}", 0)).tensors == ()
@@ -111,7 +124,17 @@ def test_the_longest_header_is_read() -> None:
 
 
 def test_dtype_sizes_are_numpys() -> None:
-    names = {"BOOL": "bool", "U8": "u1", "I8": "i1", "I16": "i2", "U16": "u2", "F16": "f2", "I32": "i4", "U32": "u4", "F32": "f4"}
+    names = {
+        "BOOL": "bool",
+        "U8": "u1",
+        "I8": "i1",
+        "I16": "i2",
+        "U16": "u2",
+        "F16": "f2",
+        "I32": "i4",
+        "U32": "u4",
+        "F32": "f4",
+    }
     names |= {"I64": "i8", "U64": "u8", "F64": "f8"}
     for dtype, name in names.items():
         array = np.zeros(3, name)
@@ -136,7 +159,10 @@ def assert_agrees_with_the_library(content: bytes) -> None:
     header = accepted(content)
     if header is None:
         return
-    theirs = {name: (entry["dtype"], tuple(entry["shape"]), bytes(entry["data"])) for name, entry in deserialize(content)}
+    theirs = {
+        name: (entry["dtype"], tuple(entry["shape"]), bytes(entry["data"]))
+        for name, entry in deserialize(content)
+    }
     ours = {t.name: (t.dtype, t.shape, content[t.offset : t.offset + t.size]) for t in header.tensors}
     assert ours == theirs
 
@@ -161,14 +187,23 @@ def test_mutated_bytes(data: st.DataObject) -> None:
 
 edges = st.sampled_from([1 << 31, 1 << 61, (1 << 62) - 1, 1 << 63, (1 << 64) - 1, 1 << 64])
 numbers = st.one_of(st.integers(-2, 40), edges, st.booleans(), st.floats())
-scalars = st.one_of(numbers, st.none(), st.text(max_size=3), st.sampled_from(["BF16", "I32", "F8_E4M3", "U64", "F32", "F4", "C64"]))
-values = st.one_of(scalars, st.lists(scalars, max_size=3), st.dictionaries(st.text(max_size=3), scalars, max_size=2))
+scalars = st.one_of(
+    numbers,
+    st.none(),
+    st.text(max_size=3),
+    st.sampled_from(["BF16", "I32", "F8_E4M3", "U64", "F32", "F4", "C64"]),
+)
+values = st.one_of(
+    scalars, st.lists(scalars, max_size=3), st.dictionaries(st.text(max_size=3), scalars, max_size=2)
+)
 plausible = {
     "dtype": st.one_of(st.sampled_from(sorted(DTYPE_SIZE)), scalars),
     "shape": st.lists(st.one_of(st.integers(0, 4), numbers), max_size=4),
     "data_offsets": st.lists(numbers, min_size=1, max_size=3),
 }
-entries = st.one_of(values, st.fixed_dictionaries(plausible), st.fixed_dictionaries(dict.fromkeys(plausible, values)))
+entries = st.one_of(
+    values, st.fixed_dictionaries(plausible), st.fixed_dictionaries(dict.fromkeys(plausible, values))
+)
 names = st.sampled_from(["a", "b", "c", "d", "__metadata__", ""])
 
 
@@ -183,12 +218,21 @@ texts = st.text(max_size=4)
 
 
 @many
-@given(data=st.data(), metadata=st.none() | st.dictionaries(texts, texts, max_size=2), names=st.lists(texts, max_size=5, unique=True))
-def test_good_headers_of_any_kind_are_accepted(data: st.DataObject, metadata: dict[str, str] | None, names: list[str]) -> None:
+@given(
+    data=st.data(),
+    metadata=st.none() | st.dictionaries(texts, texts, max_size=2),
+    names=st.lists(texts, max_size=5, unique=True),
+)
+def test_good_headers_of_any_kind_are_accepted(
+    data: st.DataObject, metadata: dict[str, str] | None, names: list[str]
+) -> None:
     document: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     position = 0
     for name in names:
-        dtype, shape = data.draw(st.sampled_from(sorted(DTYPE_SIZE))), data.draw(st.lists(st.integers(1, 4), max_size=3))
+        dtype, shape = (
+            data.draw(st.sampled_from(sorted(DTYPE_SIZE))),
+            data.draw(st.lists(st.integers(1, 4), max_size=3)),
+        )
         size = DTYPE_SIZE[dtype] * math.prod(shape)
         document[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, position + size]}
         position += size

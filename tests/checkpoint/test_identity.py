@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import Checkpoint, make_layers, make_small
 
+from checkpoints import Checkpoint, make_layers, make_small
 from marlin_convert.checkpoint.identity import SourceIdentity, identify, identity_from_json, stamps
 from marlin_convert.checkpoint.source import open_source
 from marlin_convert.errors import SourceError
@@ -47,7 +47,9 @@ def test_a_copy_is_the_same_source(made: Checkpoint, folder: Path) -> None:
     assert mine.difference(its) is None
     assert len(mine.id) == 32
     assert set(mine.id) <= set("0123456789abcdef")
-    assert [(file.name, file.size) for file in mine.files] == [(name, (folder / name).stat().st_size) for name in sorted(made.files)]
+    assert [(file.name, file.size) for file in mine.files] == [
+        (name, (folder / name).stat().st_size) for name in sorted(made.files)
+    ]
 
 
 def test_through_json_and_back(made: Checkpoint) -> None:
@@ -125,7 +127,9 @@ def test_a_longer_file_differs_in_size(made: Checkpoint, folder: Path) -> None:
     file = min(made.files)
     content = (folder / file).read_bytes()
     length = int.from_bytes(content[:8], "little")
-    (folder / file).write_bytes((length + 8).to_bytes(8, "little") + content[8 : 8 + length] + b" " * 8 + content[8 + length :])
+    (folder / file).write_bytes(
+        (length + 8).to_bytes(8, "little") + content[8 : 8 + length] + b" " * 8 + content[8 + length :]
+    )
     assert identity(made.folder).difference(identity(folder)) == f"the size of {file} differs"
 
 
@@ -133,7 +137,9 @@ def test_stamps(folder: Path, made: Checkpoint) -> None:
     source = open_source(str(folder))
     first, second, *_ = sorted(made.files)
     before = stamps(source, [first, second])
-    assert before == {name: [(folder / name).stat().st_size, (folder / name).stat().st_mtime_ns] for name in (first, second)}
+    assert before == {
+        name: [(folder / name).stat().st_size, (folder / name).stat().st_mtime_ns] for name in (first, second)
+    }
     os.utime(folder / first, ns=(1, 12345))
     after = stamps(source, [first, second])
     assert after[first] == [before[first][0], 12345]

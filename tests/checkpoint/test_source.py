@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from attacks import ATTACKS, file_of, written
 from checkpoints import Checkpoint, expected_tensor, make_small
-
 from marlin_convert.checkpoint.source import INDEX_NAME, open_source, parse_index, weight_files
 from marlin_convert.errors import SourceError, UsageError
 
@@ -45,7 +45,9 @@ def refusal(folder: Path) -> str:
 def test_what_is_found(made: Checkpoint) -> None:
     source = open_source(str(made.folder))
     assert {name: (t.file, t.entry.dtype, t.entry.shape) for name, t in source.tensors.items()} == {
-        tensor.name: (file, tensor.dtype, tensor.shape) for file, tensors in made.files.items() for tensor in tensors
+        tensor.name: (file, tensor.dtype, tensor.shape)
+        for file, tensors in made.files.items()
+        for tensor in tensors
     }
     assert source.payload_bytes == made.nbytes
     assert source.prefix == "language_model."
@@ -63,10 +65,22 @@ def test_what_is_copied_and_what_is_not(folder: Path) -> None:
     (folder / "figures").mkdir()
     source = open_source(str(folder))
     assert source.auxiliary == (
-        "LICENSE", "chat_template.jinja", "configuration_kimi_k25.py", "generation_config.json", "modeling_kimi_k25.py", "tiktoken.model",
+        "LICENSE",
+        "chat_template.jinja",
+        "configuration_kimi_k25.py",
+        "generation_config.json",
+        "modeling_kimi_k25.py",
+        "tiktoken.model",
         "tokenizer_config.json",
-    )  # fmt: skip
-    assert source.left_out == (".gitattributes", "digests.bin", "figures/", "model.gguf", "pytorch_model.bin", "x.incomplete")
+    )
+    assert source.left_out == (
+        ".gitattributes",
+        "digests.bin",
+        "figures/",
+        "model.gguf",
+        "pytorch_model.bin",
+        "x.incomplete",
+    )
 
 
 def test_without_an_index_all_files_are_taken(folder: Path, made: Checkpoint) -> None:
@@ -82,14 +96,32 @@ def test_k2_thinking_has_no_prefix(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "file",
-    ["../other/model.safetensors", "/etc/model.safetensors", "sub/model.safetensors", "..", "", ".", "a\\b.safetensors", "model.bin", 7, None, ["x"]],
+    [
+        "../other/model.safetensors",
+        "/etc/model.safetensors",
+        "sub/model.safetensors",
+        "..",
+        "",
+        ".",
+        "a\\b.safetensors",
+        "model.bin",
+        7,
+        None,
+        ["x"],
+    ],
 )
 def test_index_names_stay_in_the_folder(folder: Path, made: Checkpoint, file: Any) -> None:
     edit_index(folder, lambda index: index["weight_map"].update({next(iter(made.tensors)): file}))
-    assert f"{INDEX_NAME}: the file name {str(file)!r} is not that of a .safetensors file in the same folder" in refusal(folder)
+    assert (
+        f"{INDEX_NAME}: the file name {str(file)!r} is not that of a .safetensors file in the same folder"
+        in refusal(folder)
+    )
 
 
-@pytest.mark.parametrize("raw", [b"{}", b'{"weight_map": {}}', b'{"weight_map": []}', b'{"weight_map": null}', b'{"weight_map": "x"}'])
+@pytest.mark.parametrize(
+    "raw",
+    [b"{}", b'{"weight_map": {}}', b'{"weight_map": []}', b'{"weight_map": null}', b'{"weight_map": "x"}'],
+)
 def test_an_index_without_a_map(raw: bytes) -> None:
     with pytest.raises(SourceError, match="it has no weight_map"):
         parse_index(raw)
@@ -105,10 +137,15 @@ def test_documents_that_are_none(folder: Path, name: str, raw: bytes) -> None:
 def test_a_missing_file(folder: Path, made: Checkpoint) -> None:
     first, second, *_ = sorted(made.files)
     (folder / second).unlink()
-    assert refusal(folder) == f"1 of {len(made.files)} weight files are missing: {second}; fetch them, then run the same command"
+    assert (
+        refusal(folder)
+        == f"1 of {len(made.files)} weight files are missing: {second}; fetch them, then run the same command"
+    )
     for name in made.files:
         (folder / name).unlink(missing_ok=True)
-    assert f"{len(made.files)} of {len(made.files)} weight files are missing: {first}, {second}, " in refusal(folder)
+    assert f"{len(made.files)} of {len(made.files)} weight files are missing: {first}, {second}, " in refusal(
+        folder
+    )
 
 
 def test_a_file_too_many(folder: Path) -> None:
@@ -130,7 +167,10 @@ def test_a_tensor_in_another_file_than_the_index_says(folder: Path, made: Checkp
 def test_a_tensor_that_only_the_index_has(folder: Path, made: Checkpoint) -> None:
     file = min(made.files)
     edit_index(folder, lambda index: index["weight_map"].update({"model.layers.9.extra": file}))
-    assert refusal(folder) == f"1 tensors of {INDEX_NAME} are in no file: model.layers.9.extra; fetch {file} again"
+    assert (
+        refusal(folder)
+        == f"1 tensors of {INDEX_NAME} are in no file: model.layers.9.extra; fetch {file} again"
+    )
 
 
 def test_a_tensor_that_the_index_has_not(folder: Path, made: Checkpoint) -> None:
@@ -172,7 +212,10 @@ def test_a_pipe_in_the_place_of_a_file(folder: Path, made: Checkpoint, name: str
 
 def test_no_config(folder: Path) -> None:
     (folder / "config.json").unlink()
-    assert refusal(folder) == f"config.json is missing in {folder}; is this the folder of a published checkpoint?"
+    assert (
+        refusal(folder)
+        == f"config.json is missing in {folder}; is this the folder of a published checkpoint?"
+    )
 
 
 def test_a_converted_folder(folder: Path) -> None:

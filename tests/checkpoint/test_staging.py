@@ -45,9 +45,18 @@ class Store:
         del self.paths[name]
 
 
-def stager(store: Store, needed: dict[str, str], folder: Path, look_ahead: int = 2, progress: Any = None) -> Stager:
+def stager(
+    store: Store, needed: dict[str, str], folder: Path, look_ahead: int = 2, progress: Any = None
+) -> Stager:
     # the store is a stand-in with the few methods that are used
-    return Stager(store, {unit: tuple(files) for unit, files in needed.items()}, folder / "staging", True, look_ahead, progress)  # type: ignore[arg-type]
+    return Stager(
+        store,
+        {unit: tuple(files) for unit, files in needed.items()},
+        folder / "staging",
+        True,
+        look_ahead,
+        progress,
+    )  # type: ignore[arg-type]
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -61,7 +70,12 @@ def until(true: Callable[[], bool]) -> None:
 
 def test_looks_ahead_and_lets_go(tmp_path: Path) -> None:
     store, told = Store("abcdef"), []
-    supply = stager(store, {"1": "a", "2": "b", "3": "cd", "4": "ae", "5": "f"}, tmp_path, progress=lambda done, total: told.append((done, total)))
+    supply = stager(
+        store,
+        {"1": "a", "2": "b", "3": "cd", "4": "ae", "5": "f"},
+        tmp_path,
+        progress=lambda done, total: told.append((done, total)),
+    )
     supply.start()
     supply.wait("a")
     until(lambda: len(store.fetched) == 3)

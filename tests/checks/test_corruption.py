@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 import trees
 from checkpoints import Checkpoint, make_small
-
 from marlin_convert.checks.report import Finding
 from marlin_convert.checks.verify import verify
 from marlin_convert.errors import ConvertError, OutputError
@@ -36,7 +36,9 @@ def flip(path: Path, at: int, mask: int = 1) -> None:
 def place(out: Path, rank: int, layer: int, name: str, tp: int = 2) -> tuple[Path, int, int, list[int]]:
     """File, offset, size and shape of a tensor of a rank."""
     path = out / f"rank-{rank:02d}-of-{tp:02d}" / f"layer-{layer:03d}.safetensors"
-    _, _, shape, offset, size = next(entry for entry in trees.read_shard(path).entries if entry[0] == f"{PREFIX}{layer}.{name}")
+    _, _, shape, offset, size = next(
+        entry for entry in trees.read_shard(path).entries if entry[0] == f"{PREFIX}{layer}.{name}"
+    )
     return path, offset, size, shape
 
 
@@ -61,9 +63,19 @@ def tp4(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Path]:
 
 @pytest.mark.parametrize("against_source", [False, True])
 @pytest.mark.parametrize(("kind", "mask"), [("packed", 0x01), ("packed", 0x80), ("scale", 0x01)])
-@pytest.mark.parametrize(("projection", "stacked", "half"), [("gate_proj", "w13", 0), ("up_proj", "w13", 1), ("down_proj", "w2", 0)])
+@pytest.mark.parametrize(
+    ("projection", "stacked", "half"),
+    [("gate_proj", "w13", 0), ("up_proj", "w13", 1), ("down_proj", "w2", 0)],
+)
 def test_one_value_of_an_expert(
-    copied: Path, tiny: Checkpoint, projection: str, stacked: str, half: int, kind: str, mask: int, against_source: bool
+    copied: Path,
+    tiny: Checkpoint,
+    projection: str,
+    stacked: str,
+    half: int,
+    kind: str,
+    mask: int,
+    against_source: bool,
 ) -> None:
     path, offset, size, shape = place(copied, 1, 2, f"mlp.experts.{stacked}_weight_{kind}")
     expert, row = size // shape[0], size // shape[0] // shape[1]
@@ -75,7 +87,9 @@ def test_one_value_of_an_expert(
 
 
 @pytest.mark.parametrize(("rank", "local", "expert"), [(0, 0, 0), (1, 1, 1), (2, 0, 2), (3, 1, 3)])
-def test_one_value_names_expert_and_rank_of_its_group(tp4: tuple[Checkpoint, Path], tmp_path: Path, rank: int, local: int, expert: int) -> None:
+def test_one_value_names_expert_and_rank_of_its_group(
+    tp4: tuple[Checkpoint, Path], tmp_path: Path, rank: int, local: int, expert: int
+) -> None:
     out = shutil.copytree(tp4[1], tmp_path / "out")
     path, offset, size, shape = place(out, rank, 1, "mlp.experts.w2_weight_packed", tp=4)
     assert shape[0] == 2
@@ -103,9 +117,16 @@ def test_padding_that_is_not_zero(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("against_source", [False, True])
 @pytest.mark.parametrize(
-    "name", ["self_attn.q_a_proj.weight", "self_attn.o_proj.weight", "self_attn.kv_b_proj.weight", "mlp.shared_experts.up_proj.weight",
-             "mlp.gate.e_score_correction_bias", "input_layernorm.weight"],
-)  # fmt: skip
+    "name",
+    [
+        "self_attn.q_a_proj.weight",
+        "self_attn.o_proj.weight",
+        "self_attn.kv_b_proj.weight",
+        "mlp.shared_experts.up_proj.weight",
+        "mlp.gate.e_score_correction_bias",
+        "input_layernorm.weight",
+    ],
+)
 def test_one_value_of_a_plain_tensor(copied: Path, tiny: Checkpoint, name: str, against_source: bool) -> None:
     path, offset, size, _ = place(copied, 1, 1, name)
     flip(path, offset + size // 2)
@@ -119,7 +140,9 @@ def test_one_value_outside_the_layers(copied: Path, unit: str) -> None:
     name, _, _, offset, size = trees.read_shard(copied / unit).entries[0]
     flip(copied / unit, offset + size - 1)
     findings = found(copied)
-    assert [(f.path, f.layer, f.rank) for f in findings] == [(unit, None, 0 if unit.startswith("rank") else None)]
+    assert [(f.path, f.layer, f.rank) for f in findings] == [
+        (unit, None, 0 if unit.startswith("rank") else None)
+    ]
     assert name in findings[0].what
 
 
@@ -133,16 +156,25 @@ def interesting_places(out: Path) -> dict[str, tuple[str, int]]:
     filler = next(entry for entry in raw.entries if entry[0].startswith("__pad__."))
     header = raw.data[: raw.start]
     places = {
-        "header length": (shard, 0), "high byte of the header length": (shard, 7), "first brace": (shard, 8),
-        "metadata": (shard, header.index(b'"rank":"1"') + 8), "a name": (shard, header.index(b"self_attn")),
+        "header length": (shard, 0),
+        "high byte of the header length": (shard, 7),
+        "first brace": (shard, 8),
+        "metadata": (shard, header.index(b'"rank":"1"') + 8),
+        "a name": (shard, header.index(b"self_attn")),
         "an offset": (shard, header.index(b"offsets") + 11),
-        "spaces after the header": (shard, raw.start - 1), "filler": (shard, filler[3]), "end of filler": (shard, len(raw.data) - 1),
-    }  # fmt: skip
+        "spaces after the header": (shard, raw.start - 1),
+        "filler": (shard, filler[3]),
+        "end of filler": (shard, len(raw.data) - 1),
+    }
     for path in sorted(out.rglob("*")):
         name = str(path.relative_to(out))
         if path.is_file() and not name.endswith(".safetensors"):
             size = path.stat().st_size
-            places |= {f"start of {name}": (name, 0), f"middle of {name}": (name, size // 2), f"end of {name}": (name, size - 1)}
+            places |= {
+                f"start of {name}": (name, 0),
+                f"middle of {name}": (name, size // 2),
+                f"end of {name}": (name, size - 1),
+            }
     return places
 
 
@@ -160,7 +192,10 @@ def test_random_bytes(tiny_tp2: Path, copied: Path) -> None:
     sizes = [(tiny_tp2 / path).stat().st_size for path in files]
     choose = random.Random(20)
     chosen = [*files, *choose.choices(files, sizes, k=RANDOM_BYTES)]
-    tries = [(path, choose.randrange((tiny_tp2 / path).stat().st_size), 1 << choose.randrange(8)) for path in chosen]
+    tries = [
+        (path, choose.randrange((tiny_tp2 / path).stat().st_size), 1 << choose.randrange(8))
+        for path in chosen
+    ]
     assert [one for one in tries if not _noticed(copied, *one)] == []
 
 
@@ -192,19 +227,30 @@ def test_two_rank_folders_exchanged(copied: Path) -> None:
     exchange(copied / "rank-00-of-02", copied / "rank-01-of-02")
     findings = found(copied)
     units = ("layer-000", "layer-001", "layer-002", "top")
-    assert {f.path for f in findings} == {f"rank-{rank:02d}-of-02/{unit}.safetensors" for rank in (0, 1) for unit in units}
-    assert any(f.rank == 1 and f.layer == 1 and "its header says rank 0, in this place it must be 1" in f.what for f in findings)
+    assert {f.path for f in findings} == {
+        f"rank-{rank:02d}-of-02/{unit}.safetensors" for rank in (0, 1) for unit in units
+    }
+    assert any(
+        f.rank == 1 and f.layer == 1 and "its header says rank 0, in this place it must be 1" in f.what
+        for f in findings
+    )
 
 
 def test_two_layers_exchanged(copied: Path) -> None:
     folder = copied / "rank-00-of-02"
     exchange(folder / "layer-001.safetensors", folder / "layer-002.safetensors")
     findings = found(copied)
-    assert {(f.path.split("/")[1], f.layer, f.rank) for f in findings} == {("layer-001.safetensors", 1, 0), ("layer-002.safetensors", 2, 0)}
+    assert {(f.path.split("/")[1], f.layer, f.rank) for f in findings} == {
+        ("layer-001.safetensors", 1, 0),
+        ("layer-002.safetensors", 2, 0),
+    }
     assert any("its header says layer 2, in this place it must be 1" in f.what for f in findings)
 
 
-@pytest.mark.parametrize(("stacked", "projections"), [("w13_weight_packed", ["gate_proj", "up_proj"]), ("w2_weight_scale", ["down_proj"])])
+@pytest.mark.parametrize(
+    ("stacked", "projections"),
+    [("w13_weight_packed", ["gate_proj", "up_proj"]), ("w2_weight_scale", ["down_proj"])],
+)
 def test_two_experts_exchanged(copied: Path, stacked: str, projections: list[str]) -> None:
     path, offset, size, shape = place(copied, 1, 1, f"mlp.experts.{stacked}")
     data, one = bytearray(path.read_bytes()), size // shape[0]
@@ -212,7 +258,9 @@ def test_two_experts_exchanged(copied: Path, stacked: str, projections: list[str
     data[first], data[second] = data[second], data[first]
     path.write_bytes(data)
     findings = found(copied)
-    assert {(f.layer, f.expert, f.projection, f.rank) for f in findings} == {(1, e, p, 1) for e in (0, 3) for p in projections}
+    assert {(f.layer, f.expert, f.projection, f.rank) for f in findings} == {
+        (1, e, p, 1) for e in (0, 3) for p in projections
+    }
     assert {("expert 3" if f.expert == 0 else "expert 0") in f.what for f in findings} == {True}
 
 
@@ -236,7 +284,9 @@ def test_gate_and_up_exchanged(copied: Path, ranks: list[int], resealed: bool) -
     if resealed:
         trees.reseal(copied)
     findings = found(copied)
-    assert {(f.layer, f.expert, f.projection) for f in findings} == {(2, e, p) for e in range(4) for p in ("gate_proj", "up_proj")}
+    assert {(f.layer, f.expert, f.projection) for f in findings} == {
+        (2, e, p) for e in range(4) for p in ("gate_proj", "up_proj")
+    }
     if not resealed:
         assert {f.rank for f in findings} == set(ranks)
     if not resealed or len(ranks) == 2:
@@ -263,7 +313,10 @@ def test_longer_shard(copied: Path) -> None:
     assert [(f.path, f.rank) for f in found(copied)] == [("rank-00-of-02/layer-002.safetensors", 0)]
 
 
-@pytest.mark.parametrize("extra", ["notes.txt", "rank-00-of-02/layer-003.safetensors", "source/more.json", "rank-02-of-02/x", ".hidden"])
+@pytest.mark.parametrize(
+    "extra",
+    ["notes.txt", "rank-00-of-02/layer-003.safetensors", "source/more.json", "rank-02-of-02/x", ".hidden"],
+)
 def test_extra_file(copied: Path, extra: str) -> None:
     (copied / extra).parent.mkdir(exist_ok=True)
     (copied / extra).write_bytes(b"x")
@@ -291,7 +344,10 @@ def test_command_line_names_the_place(copied: Path, command: Command) -> None:
     flip(path, offset)
     code, stdout, _ = command("verify", copied)
     assert code == 1
-    assert "WRONG rank-00-of-02/layer-001.safetensors: layer 1, expert 0, down_proj, rank 0: weight_packed differs from the source" in stdout
+    assert (
+        "WRONG rank-00-of-02/layer-001.safetensors: layer 1, expert 0, down_proj, rank 0: weight_packed"
+        " differs from the source" in stdout
+    )
     assert "NOT OK" in stdout
 
 
@@ -310,7 +366,9 @@ def test_another_source(copied: Path, copied_source: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [1, 2, 3])
-def test_a_change_of_the_source_between_samples_is_found_in_the_data(tmp_path: Path, command: Command, page: int) -> None:
+def test_a_change_of_the_source_between_samples_is_found_in_the_data(
+    tmp_path: Path, command: Command, page: int
+) -> None:
     """A source identity is a sample; the comparison is of all."""
     checkpoint = make_small(tmp_path / "checkpoint", layers=2, experts=8, vt_layers=1)
     convert(str(checkpoint.folder), tmp_path / "out", tp=2, threads=2)

@@ -1,4 +1,6 @@
-"""Folders in which every digest fits and still something is wrong: what the manifest says is derived again, not believed."""
+"""Folders in which every digest fits and still something is wrong: what the manifest says is derived again,
+not believed.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 import trees
 from checkpoints import Checkpoint
-
 from marlin_convert.checks.verify import verify
 from marlin_convert.errors import OutputError
 
@@ -66,8 +68,12 @@ MUTANTS: dict[str, Change] = {
     "no parts": lambda d: origin(d, "shared_experts.up_proj.weight").update(parts=None),
     "gate and up in the other order": lambda d: origin(d, "w13_weight_packed")["from"].reverse(),
     "scales of gate and up in the other order": lambda d: origin(d, "w13_weight_scale")["from"].reverse(),
-    "from another layer": lambda d: origin(d, "q_a_proj.weight").update({"from": [f"{PREFIX}2.self_attn.q_a_proj.weight"]}),
-    "from nowhere": lambda d: origin(d, "q_a_proj.weight").update({"from": [f"{PREFIX}1.self_attn.q_z_proj.weight"]}),
+    "from another layer": (
+        lambda d: origin(d, "q_a_proj.weight").update({"from": [f"{PREFIX}2.self_attn.q_a_proj.weight"]})
+    ),
+    "from nowhere": (
+        lambda d: origin(d, "q_a_proj.weight").update({"from": [f"{PREFIX}1.self_attn.q_z_proj.weight"]})
+    ),
     "a tensor left out of a unit": lambda d: unit(d)["tensors"].pop(),
     "a tensor twice in a unit": lambda d: unit(d)["tensors"].append(unit(d)["tensors"][0]),
     "units exchanged": exchange_units,
@@ -108,10 +114,14 @@ MUTANTS: dict[str, Change] = {
     "a shard's size": lambda d: shard(d).update(size=4096),
     "a shard's rank": lambda d: shard(d).update(rank=0),
     "a shard's unit": lambda d: shard(d).update(unit="layer-002"),
-    "paths of two shards": lambda d: exchange_paths(d, "rank-00-of-02/layer-001.safetensors", "rank-01-of-02/layer-001.safetensors"),
+    "paths of two shards": lambda d: exchange_paths(
+        d, "rank-00-of-02/layer-001.safetensors", "rank-01-of-02/layer-001.safetensors"
+    ),
     "a shard left out": lambda d: d["shards"].remove(shard(d)),
     "a shard twice": lambda d: d["shards"].append(copy.deepcopy(shard(d))),
-    "place of the experts' digests": lambda d: stored(d, "w2_weight_packed").update(experts=stored(d, "w13_weight_scale")["experts"]),
+    "place of the experts' digests": (
+        lambda d: stored(d, "w2_weight_packed").update(experts=stored(d, "w13_weight_scale")["experts"])
+    ),
     "no place of the experts' digests": lambda d: stored(d, "w2_weight_packed").pop("experts"),
     "experts' digests of a plain tensor": lambda d: stored(d, "kv_b_proj.weight").update(experts=0),
     "a fused view's name": lambda d: shard(d)["fused"][0].update(name="another"),
@@ -126,7 +136,7 @@ MUTANTS: dict[str, Change] = {
     "version": lambda d: d.update(format_version=2),
     "format": lambda d: d.update(format="another"),
     "checks": lambda d: d.update(checks="thorough"),
-}  # fmt: skip
+}
 
 
 def exchange_paths(document: Document, first: str, second: str) -> None:
@@ -180,8 +190,17 @@ def test_manifest_with_anything_anywhere(copied: Path, seed: int) -> None:
     assert accepted == []
 
 
-#: what no byte of the folder depends on; another rule table, check or list of what was not copied is a fact of history
-NOT_DERIVED = ({"digest"}, {"checks"}, {"parallel", "rules"}, {"source", "not_copied"}, {"sample"}, {"repo"}, {"revision"})
+#: what no byte of the folder depends on; another rule table, check or list of what was not copied is a fact
+#: of history
+NOT_DERIVED = (
+    {"digest"},
+    {"checks"},
+    {"parallel", "rules"},
+    {"source", "not_copied"},
+    {"sample"},
+    {"repo"},
+    {"revision"},
+)
 VALUES: tuple[Any, ...] = (None, True, -1, 0, 3, 1 << 70, 0.5, "", "x", "../x", [], [0], {}, {"x": 1})
 
 
@@ -275,7 +294,9 @@ def test_index_rewritten(copied: Path) -> None:
     assert any(line.startswith("rank-01-of-02/model.safetensors.index.json") for line in wrong(copied))
 
 
-@pytest.mark.parametrize("name", ["w13_weight_packed", "w2_weight_scale", "o_proj.weight", "q_a_proj.weight", "kv_b_proj.weight"])
+@pytest.mark.parametrize(
+    "name", ["w13_weight_packed", "w2_weight_scale", "o_proj.weight", "q_a_proj.weight", "kv_b_proj.weight"]
+)
 def test_resealed_weights(copied: Path, tiny: Checkpoint, name: str) -> None:
     """The digests of the source give it away; where they are forged too, the source does."""
     path = copied / "rank-01-of-02" / "layer-001.safetensors"
@@ -291,7 +312,9 @@ def test_resealed_weights(copied: Path, tiny: Checkpoint, name: str) -> None:
     trees.forge_source_digests(copied, tiny)
     trees.reseal(copied)
     replicated = name == "q_a_proj.weight"
-    assert (wrong(copied) == []) != replicated  # two ranks that should hold the same cannot both be the source
+    assert (
+        wrong(copied) == []
+    ) != replicated  # two ranks that should hold the same cannot both be the source
     said = wrong(copied, tiny)
     assert any("layer 1" in line and "rank" in line for line in said)
     assert replicated or any("the kept digest of" in line for line in said)
@@ -316,7 +339,10 @@ def test_digests_of_the_source_taken_away_from_a_part(tiny: Checkpoint, tmp_path
     assert any("has no digest of" in line for line in wrong(out))
 
 
-@pytest.mark.parametrize("name", ["tiktoken.model", "modeling_kimi_k25.py", "source/README.md", "source/model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    "name",
+    ["tiktoken.model", "modeling_kimi_k25.py", "source/README.md", "source/model.safetensors.index.json"],
+)
 def test_small_files_are_compared_with_the_source(copied: Path, tiny: Checkpoint, name: str) -> None:
     (copied / name).write_bytes(b"{}")
     trees.reseal(copied)
@@ -325,5 +351,10 @@ def test_small_files_are_compared_with_the_source(copied: Path, tiny: Checkpoint
 
 def test_small_file_taken_away(copied: Path, tiny: Checkpoint) -> None:
     (copied / "tiktoken.model").unlink()
-    trees.reseal(copied, lambda document: document["files"].remove(next(f for f in document["files"] if f["path"] == "tiktoken.model")))
+    trees.reseal(
+        copied,
+        lambda document: document["files"].remove(
+            next(f for f in document["files"] if f["path"] == "tiktoken.model")
+        ),
+    )
     assert any("tiktoken.model" in line for line in wrong(copied, tiny))

@@ -7,10 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from checkpoints import Checkpoint, make_small
 
 #: as narrow as the kernel allows at tp 4; one MoE layer, number 1
-DIMS = {"hidden": 128, "intermediate": 128, "experts": 4, "layers": 2, "first_k_dense": 1, "vocab": 64, "vt_layers": 1}
+DIMS = {
+    "hidden": 128,
+    "intermediate": 128,
+    "experts": 4,
+    "layers": 2,
+    "first_k_dense": 1,
+    "vocab": 64,
+    "vt_layers": 1,
+}
 
 Converted = Callable[..., Path]
 
@@ -44,7 +53,9 @@ def converted(small: Checkpoint, narrow: Checkpoint, tmp_path_factory: pytest.Te
         key = (tp, ep, padded, ranks)
         if key not in made:
             made[key] = tmp_path_factory.mktemp("converted") / "out"
-            convert(str((narrow if padded else small).folder), made[key], tp=tp, ep=ep, ranks=ranks, threads=2)
+            convert(
+                str((narrow if padded else small).folder), made[key], tp=tp, ep=ep, ranks=ranks, threads=2
+            )
         return made[key]
 
     return make

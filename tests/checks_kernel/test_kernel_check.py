@@ -1,4 +1,6 @@
-"""The kernel check on a CPU, with the model of the kernel: what is right passes, and every usual mistake is caught and named."""
+"""The kernel check on a CPU, with the model of the kernel: what is right passes, and every usual mistake is
+caught and named.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,12 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
-from checkpoints import Checkpoint
-from mistakes import Planted, mistakes, plant
 
+from checkpoints import Checkpoint
 from marlin_convert.checks.kernel.results import KernelReport
 from marlin_convert.checks.kernel.run import verify_kernel
 from marlin_convert.errors import MachineError, SourceError, UsageError
+from mistakes import Planted, mistakes, plant
 
 SPLITS = [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4)]
 LAYER = 1
@@ -37,27 +39,40 @@ def assert_named(report: KernelReport, planted: Planted) -> None:
     assert sorted(found) == list(planted.experts)
     assert len(report.findings) == len(planted.experts)
     for finding in report.findings:
-        assert (finding.layer, finding.projection, finding.rank) == (planted.layer, planted.projection, planted.rank)
+        assert (finding.layer, finding.projection, finding.rank) == (
+            planted.layer,
+            planted.projection,
+            planted.rank,
+        )
         assert finding.path == f"rank-{planted.rank:02d}-of-04/layer-{planted.layer:03d}.safetensors"
     said = found[planted.expert].what
     assert said.startswith(f"{planted.matrix}: the kernel reads ")
     assert planted.looks in said
     assert ("looks as if" in said) == bool(planted.looks)
     bad = [verdict for verdict in report.verdicts if not verdict.ok]
-    assert {(v.rank, v.expert, v.projection) for v in bad} == {(planted.rank, expert, planted.matrix) for expert in planted.experts}
+    assert {(v.rank, v.expert, v.projection) for v in bad} == {
+        (planted.rank, expert, planted.matrix) for expert in planted.experts
+    }
     if planted.wrong is not None:
         assert [1 <= (verdict.wrong or 0) <= planted.wrong for verdict in bad] == [True]
 
 
 @pytest.mark.parametrize(("tp", "ep"), SPLITS)
 @pytest.mark.parametrize("padded", [False, True])
-def test_what_was_converted_passes(converted: Converted, small: Checkpoint, narrow: Checkpoint, tp: int, ep: int, padded: bool) -> None:
+def test_what_was_converted_passes(
+    converted: Converted, small: Checkpoint, narrow: Checkpoint, tp: int, ep: int, padded: bool
+) -> None:
     out, checkpoint = converted(tp, ep, padded), narrow if padded else small
     for source in (checkpoint, None):
         report = check(out, source, tokens=(1, 9))
         assert report.findings == []
-        owned = {rank: range(rank // (tp // ep) * 4 // ep, (rank // (tp // ep) + 1) * 4 // ep) for rank in range(tp)}
-        expected = {(rank, expert, name) for rank in range(tp) for expert in owned[rank] for name in ("w13", "w2")}
+        owned = {
+            rank: range(rank // (tp // ep) * 4 // ep, (rank // (tp // ep) + 1) * 4 // ep)
+            for rank in range(tp)
+        }
+        expected = {
+            (rank, expert, name) for rank in range(tp) for expert in owned[rank] for name in ("w13", "w2")
+        }
         assert {(verdict.rank, verdict.expert, verdict.projection) for verdict in report.verdicts} == expected
         assert all(verdict.ok and verdict.wrong == 0 for verdict in report.verdicts)
         assert [(verdict.tokens, verdict.ok) for verdict in report.fused] == [(1, True), (9, True)]
@@ -79,7 +94,9 @@ def test_every_mistake_is_caught_and_named(
 
 
 @pytest.mark.parametrize("matrix", ["w13", "w2"])
-def test_every_mistake_is_caught_when_the_source_is_gone(converted: Converted, tmp_path: Path, matrix: str) -> None:
+def test_every_mistake_is_caught_when_the_source_is_gone(
+    converted: Converted, tmp_path: Path, matrix: str
+) -> None:
     """The originals are then restored from the spoiled bytes, so it is the kept digests that tell."""
     whole = converted(4)
     for i, mistake in enumerate(mistakes(matrix, 4)):
@@ -94,14 +111,20 @@ def test_every_mistake_is_caught_when_the_source_is_gone(converted: Converted, t
 
 
 @pytest.mark.parametrize("matrix", ["w13", "w2"])
-def test_mistakes_are_caught_beside_padding(converted: Converted, narrow: Checkpoint, tmp_path: Path, matrix: str) -> None:
-    for i, mistake in enumerate(("another rank's slice", "experts shifted by one", "one nibble", "one last bit of one scale")):
+def test_mistakes_are_caught_beside_padding(
+    converted: Converted, narrow: Checkpoint, tmp_path: Path, matrix: str
+) -> None:
+    for i, mistake in enumerate(
+        ("another rank's slice", "experts shifted by one", "one nibble", "one last bit of one scale")
+    ):
         out = shutil.copytree(converted(4, 1, True), tmp_path / str(i))
         planted = plant(out, mistake, LAYER, 3, 2, matrix)
         assert_named(check(out, narrow), planted)
 
 
-def test_what_is_in_the_padding_must_be_nothing(converted: Converted, narrow: Checkpoint, tmp_path: Path) -> None:
+def test_what_is_in_the_padding_must_be_nothing(
+    converted: Converted, narrow: Checkpoint, tmp_path: Path
+) -> None:
     from mistakes import _open
 
     out = shutil.copytree(converted(4, 1, True), tmp_path / "out")
@@ -112,7 +135,9 @@ def test_what_is_in_the_padding_must_be_nothing(converted: Converted, narrow: Ch
     assert (finding.expert, finding.projection, finding.rank) == (1, "down_proj", 0)
 
 
-def test_a_mistake_shows_in_the_fused_sum_too(converted: Converted, small: Checkpoint, tmp_path: Path) -> None:
+def test_a_mistake_shows_in_the_fused_sum_too(
+    converted: Converted, small: Checkpoint, tmp_path: Path
+) -> None:
     out = shutil.copytree(converted(2), tmp_path / "out")
     plant(out, "another rank's slice", LAYER, 0, 1)
     report = check(out, small, tokens=(9,))
@@ -131,7 +156,10 @@ def test_scope(converted: Converted, small: Checkpoint, tmp_path: Path) -> None:
         assert report.fused == []
         assert report.skipped == ["layer 1: the fused MoE needs all ranks and all experts"]
     assert {verdict.expert for verdict in check(out, small, sample=2).verdicts} == {0, 3}
-    assert {(v.expert, v.rank) for v in check(out, small, experts=[2], ranks=[1, 3]).verdicts} == {(2, 1), (2, 3)}
+    assert {(v.expert, v.rank) for v in check(out, small, experts=[2], ranks=[1, 3]).verdicts} == {
+        (2, 1),
+        (2, 3),
+    }
     assert not check(out, small, experts=[2], ranks=[1]).ok
     for wrong in ({"layers": [0]}, {"ranks": [4]}, {"experts": [4]}):
         with pytest.raises(UsageError, match="there is no"):
@@ -181,7 +209,9 @@ def test_report(converted: Converted, small: Checkpoint, tmp_path: Path) -> None
     jsonschema.validate(check(out, small, sample=1, tokens=(1,)).as_json(every_expert=False), SCHEMA)
 
 
-def test_on_the_command_line(converted: Converted, small: Checkpoint, command: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+def test_on_the_command_line(
+    converted: Converted, small: Checkpoint, command: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     arguments = ("--kernel", "--device", "cpu", "--tokens", "1", "--source", small.folder)
     code, said, _ = command("verify", converted(2), *arguments, "--report", tmp_path / "report")
     assert code == 0, said

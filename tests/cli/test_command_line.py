@@ -13,13 +13,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 import trees
 from checkpoints import Checkpoint
-
 from marlin_convert import cli
 
 Command = Callable[..., tuple[int, str, str]]
-HEAVY = ("torch", "numba", "huggingface_hub", "transformers", "safetensors", "sgl_kernel", "sglang", "matplotlib")
+HEAVY = (
+    "torch",
+    "numba",
+    "huggingface_hub",
+    "transformers",
+    "safetensors",
+    "sgl_kernel",
+    "sglang",
+    "matplotlib",
+)
 PROBE = f"""
 import sys
 from marlin_convert.cli import run
@@ -50,7 +59,10 @@ def test_inspect_loads_nothing_heavy(tiny_tp2: Path) -> None:
 
 
 def test_importing_loads_nothing_at_all() -> None:
-    code = "import sys; before = set(sys.modules); import marlin_convert; print(sorted(m for m in set(sys.modules) - before if m.startswith("marlin_convert")))"
+    code = (
+        "import sys; before = set(sys.modules); import marlin_convert; print(sorted(m for m in"
+        " set(sys.modules) - before if m.startswith('marlin_convert')))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "['marlin_convert']\n"
 
@@ -74,7 +86,10 @@ def test_group_help_names_verbs_and_exit_codes(command: Command) -> None:
     for verb in cli.VERBS:
         assert f"\n  {verb} " in stdout
     words = " ".join(stdout.split())
-    assert "Exit codes: 0 done; 1 something in OUT is wrong; 2 usage or conflicting options; 3 the source is not what it should be; 4 disk," in words
+    assert (
+        "Exit codes: 0 done; 1 something in OUT is wrong; 2 usage or conflicting options; 3 the source is not"
+        " what it should be; 4 disk," in words
+    )
     assert "130 and 143 interrupted" in words
 
 
@@ -82,7 +97,17 @@ def test_version(command: Command) -> None:
     assert command("--version")[:2] == (0, "marlin-convert, version 0.1.0\n")
 
 
-@pytest.mark.parametrize("arguments", [("nonsense",), ("plan",), ("convert", "only-one"), ("verify",), ("plan", "x", "--tp", "two"), ("--nonsense",)])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("nonsense",),
+        ("plan",),
+        ("convert", "only-one"),
+        ("verify",),
+        ("plan", "x", "--tp", "two"),
+        ("--nonsense",),
+    ],
+)
 def test_usage_errors(command: Command, arguments: tuple[str, ...]) -> None:
     code, stdout, stderr = command(*arguments)
     assert (code, stdout) == (2, "")
@@ -96,14 +121,18 @@ def test_job(tiny: Checkpoint, tmp_path: Path, command: Command) -> None:
     out = tmp_path / "out"
     code, stdout, stderr = command("plan", tiny.folder, out, "--tp", 2)
     assert (code, stderr) == (0, "")
-    assert f"source: {len(tiny.tensors):,} tensors, {tiny.nbytes:,} bytes in {len(tiny.files)} files" in stdout
+    assert (
+        f"source: {len(tiny.tensors):,} tensors, {tiny.nbytes:,} bytes in {len(tiny.files)} files" in stdout
+    )
     assert "layer-001 .. layer-002 (2 units): 2 files of" in stdout
     assert not out.exists()
     code, stdout, stderr = command("convert", tiny.folder, out, "--tp", 2)
     assert (code, stderr) == (0, "")
     assert stdout.startswith(f"{out}: 5 units made, ")
     assert stdout.endswith(f"marlin-convert verify {out}\n")
-    assert command("convert", tiny.folder, out, "--tp", 2)[1].startswith(f"{out} is finished already: 5 units")
+    assert command("convert", tiny.folder, out, "--tp", 2)[1].startswith(
+        f"{out} is finished already: 5 units"
+    )
     for source, against in ((), "the source's digests"), (("--source", tiny.folder), "the source itself"):
         code, stdout, stderr = command("verify", out, *source)
         assert (code, stderr) == (0, "")
@@ -123,15 +152,25 @@ def test_plan_is_what_is_written(tiny: Checkpoint, tiny_tp2: Path, command: Comm
         ]
         assert [view["name"] for view in unit["fused"]] == [view["name"] for view in written[path]["fused"]]
     assert plan["bytes"]["output"] == sum(shard["size"] for shard in written.values())
-    rank = sum(t["size"] for shard in written.values() if shard["rank"] == 0 for t in shard["tensors"] if not t["name"].startswith("__pad__."))
+    rank = sum(
+        t["size"]
+        for shard in written.values()
+        if shard["rank"] == 0
+        for t in shard["tensors"]
+        if not t["name"].startswith("__pad__.")
+    )
     index = json.loads((tiny_tp2 / "rank-00-of-02" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == rank
     assert plan["bytes"]["rank"] >= rank
     assert plan["bytes"]["free"] > 0
     assert (plan["source"]["tensors"], plan["source"]["payload_bytes"]) == (len(tiny.tensors), tiny.nbytes)
     assert plan["left_out"] == []
-    assert plan["copied"] == sorted(path.name for path in tiny.folder.iterdir() if path.name not in (
-        "README.md", "config.json", "model.safetensors.index.json") and path.suffix != ".safetensors")  # fmt: skip
+    assert plan["copied"] == sorted(
+        path.name
+        for path in tiny.folder.iterdir()
+        if path.name not in ("README.md", "config.json", "model.safetensors.index.json")
+        and path.suffix != ".safetensors"
+    )
 
 
 def test_rank_bytes_are_those_of_the_index(tiny: Checkpoint, tiny_tp2: Path, command: Command) -> None:
@@ -154,11 +193,22 @@ def test_inspect_folder(tiny: Checkpoint, tiny_tp2: Path, command: Command) -> N
     code, stdout, stderr = command("inspect", tiny_tp2, "--json")
     assert (code, stderr) == (0, "")
     found = json.loads(stdout)
-    assert (found["layout"], found["group_size"], found["tp"], found["ep"]) == ("moe_wna16_marlin.u4b8", 32, 2, 1)
+    assert (found["layout"], found["group_size"], found["tp"], found["ep"]) == (
+        "moe_wna16_marlin.u4b8",
+        32,
+        2,
+        1,
+    )
     assert (found["ranks"], found["complete"], found["checks while converting"]) == ("2 of 2", True, "exact")
     assert f"{len(tiny.tensors):,} tensors, {tiny.nbytes:,} bytes" in found["source"]
     assert found["bytes"] == sum(path.stat().st_size for path in tiny_tp2.rglob("*.safetensors"))
-    assert [unit["unit"] for unit in found["units"]] == ["layer-000", "layer-001", "layer-002", "top", "common"]
+    assert [unit["unit"] for unit in found["units"]] == [
+        "layer-000",
+        "layer-001",
+        "layer-002",
+        "top",
+        "common",
+    ]
     assert [unit["files"] for unit in found["units"]] == [2, 2, 2, 2, 1]
     assert "layer-001" in command("inspect", tiny_tp2)[1]
 
@@ -183,11 +233,22 @@ def test_inspect_packed_tensor(tiny: Checkpoint, tiny_tp2: Path, command: Comman
 
 
 def test_inspect_scales_and_views(tiny: Checkpoint, tiny_tp2: Path, command: Command) -> None:
-    found = json.loads(command("inspect", tiny_tp2, "--tensor", PACKED.replace("packed", "scale"), "--json")[1])
+    found = json.loads(
+        command("inspect", tiny_tp2, "--tensor", PACKED.replace("packed", "scale"), "--json")[1]
+    )
     bits = np.concatenate([expert.w13_scales.reshape(-1) for expert in trees.slices_of(tiny, 1, 0, 2, 1)])
     values = (bits.astype(np.uint32) << 16).view(np.float32)
-    assert (found["minimum"], found["maximum"], found["zeros"], found["not finite"]) == (values.min(), values.max(), 0, 0)
-    view = json.loads(command("inspect", tiny_tp2, "--tensor", "language_model.model.layers.0.mlp.gate_up_proj.weight", "--json")[1])
+    assert (found["minimum"], found["maximum"], found["zeros"], found["not finite"]) == (
+        values.min(),
+        values.max(),
+        0,
+        0,
+    )
+    view = json.loads(
+        command(
+            "inspect", tiny_tp2, "--tensor", "language_model.model.layers.0.mlp.gate_up_proj.weight", "--json"
+        )[1]
+    )
     assert view["shape"] == [512, 256]
     common = json.loads(command("inspect", tiny_tp2, "--tensor", "mm_projector.proj.0.bias", "--json")[1])
     assert common["shape"] == [128]
@@ -208,7 +269,17 @@ def test_inspect_of_what_is_not_there(tiny_tp2: Path, command: Command, verb: st
 def test_progress_goes_to_a_terminal_on_stderr_alone(tiny: Checkpoint, tmp_path: Path) -> None:
     parent, child = os.openpty()
     termios.tcsetwinsize(child, (24, 100))
-    command = [sys.executable, "-m", "marlin_convert", "convert", str(tiny.folder), str(tmp_path / "out"), "--tp", "2", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "marlin_convert",
+        "convert",
+        str(tiny.folder),
+        str(tmp_path / "out"),
+        "--tp",
+        "2",
+        "--json",
+    ]
     done = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=child)
     os.close(child)
     shown = b""
@@ -235,7 +306,9 @@ def test_output_that_nobody_reads(tiny_tp2: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_traceback_only_where_asked_for(tiny: Checkpoint, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traceback_only_where_asked_for(
+    tiny: Checkpoint, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arguments = ("convert", tmp_path / "a" / "b" / "c", tmp_path / "out", "--tp", 2)
     assert len(command(*arguments)[2].strip().splitlines()) == 1
     monkeypatch.setenv("MARLIN_CONVERT_DEBUG", "1")
@@ -243,15 +316,23 @@ def test_traceback_only_where_asked_for(tiny: Checkpoint, tmp_path: Path, comman
 
 
 @pytest.mark.parametrize(
-    "arguments", [("plan", "{source}", "{out}", "--tp", "2", "--layers", "0-99999999999"), ("verify", "{out}", "--kernel", "--experts", "0-9999999")]
+    "arguments",
+    [
+        ("plan", "{source}", "{out}", "--tp", "2", "--layers", "0-99999999999"),
+        ("verify", "{out}", "--kernel", "--experts", "0-9999999"),
+    ],
 )
-def test_numbers_beyond_all_sense(tiny: Checkpoint, tiny_tp2: Path, command: Command, arguments: tuple[str, ...]) -> None:
+def test_numbers_beyond_all_sense(
+    tiny: Checkpoint, tiny_tp2: Path, command: Command, arguments: tuple[str, ...]
+) -> None:
     code, _, said = command(*(argument.format(source=tiny.folder, out=tiny_tp2) for argument in arguments))
     assert code == 2
     assert "is more than there can be" in said
 
 
-def test_a_report_that_cannot_be_written_is_found_before_the_work(tiny_tp2: Path, command: Command, tmp_path: Path) -> None:
+def test_a_report_that_cannot_be_written_is_found_before_the_work(
+    tiny_tp2: Path, command: Command, tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
     code, out, said = command("verify", tiny_tp2, "--report", tmp_path / "file")
     assert (code, out) == (4, "")
@@ -270,11 +351,16 @@ def test_nowhere_to_write_the_output_to(tiny: Checkpoint, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("spoil", "advice"),
     [
-        ("rank-00-of-02/layer-001.safetensors", "remove the files named above and run the same convert command again"),
+        (
+            "rank-00-of-02/layer-001.safetensors",
+            "remove the files named above and run the same convert command again",
+        ),
         ("digests.bin", "run the same convert command again with --overwrite"),
     ],
 )
-def test_verify_says_how_to_mend_it(tiny_tp2: Path, command: Command, tmp_path: Path, spoil: str, advice: str) -> None:
+def test_verify_says_how_to_mend_it(
+    tiny_tp2: Path, command: Command, tmp_path: Path, spoil: str, advice: str
+) -> None:
     out = shutil.copytree(tiny_tp2, tmp_path / "out")
     data = bytearray((out / spoil).read_bytes())
     data[-5000 if len(data) > 5000 else 0] ^= 1
@@ -285,7 +371,9 @@ def test_verify_says_how_to_mend_it(tiny_tp2: Path, command: Command, tmp_path: 
 
 
 @pytest.mark.parametrize("left", [None, 0.5])
-def test_a_shard_that_is_gone_or_cut_off_is_to_be_made_again(tiny_tp2: Path, command: Command, tmp_path: Path, left: float | None) -> None:
+def test_a_shard_that_is_gone_or_cut_off_is_to_be_made_again(
+    tiny_tp2: Path, command: Command, tmp_path: Path, left: float | None
+) -> None:
     out = shutil.copytree(tiny_tp2, tmp_path / "out")
     shard = out / "rank-00-of-02" / "layer-001.safetensors"
     if left is None:

@@ -99,9 +99,15 @@ def test_a_missing_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 
 def test_no_place_for_compiled_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fake = types.SimpleNamespace(pack_words=types.SimpleNamespace(stats=types.SimpleNamespace(cache_path=None)))
+    fake = types.SimpleNamespace(
+        pack_words=types.SimpleNamespace(stats=types.SimpleNamespace(cache_path=None))
+    )
     real = doctor.importlib.import_module
-    monkeypatch.setattr(doctor.importlib, "import_module", lambda name: fake if name == "marlin_convert.layout.words" else real(name))
+    monkeypatch.setattr(
+        doctor.importlib,
+        "import_module",
+        lambda name: fake if name == "marlin_convert.layout.words" else real(name),
+    )
     found = examine(tmp_path)
     assert not found.numba_cache["writable"]
     assert "NUMBA_CACHE_DIR" in found.numba_cache["reason"]
@@ -110,9 +116,9 @@ def test_no_place_for_compiled_code(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 def test_torch_is_not_imported_unless_installed() -> None:
     code = (
-        "import sys, importlib.util as u; real = u.find_spec;"
-        "u.find_spec = lambda name, *a: None if name == 'torch' else real(name, *a);"
-        "from marlin_convert.cli import run; code = run(['doctor', '--json']); sys.exit(code or 'torch' in sys.modules)"
+        "import sys, importlib.util as u; real = u.find_spec;u.find_spec = lambda name, *a: None if name =="
+        " 'torch' else real(name, *a);from marlin_convert.cli import run; code = run(['doctor', '--json']);"
+        " sys.exit(code or 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -129,19 +135,32 @@ def test_torch_is_not_imported_unless_installed() -> None:
 def test_a_driver_but_no_torch_for_it(tmp_path: Path) -> None:
     found = examine(tmp_path)
     assert found.driver == {
-        "version": "580.159.04", "cuda": "13.0", "problem": "", "gpus": [{"name": "NVIDIA H200", "memory_mib": 143771, "capability": "9.0"}],
-    }  # fmt: skip
+        "version": "580.159.04",
+        "cuda": "13.0",
+        "problem": "",
+        "gpus": [{"name": "NVIDIA H200", "memory_mib": 143771, "capability": "9.0"}],
+    }
     jsonschema.validate(found.as_json(), SCHEMA)
     assert not found.kernel.ok
     if torch.version.cuda is None:
-        assert "is a build without CUDA: in a fresh environment, pip install '.[sglang]'" in found.kernel.reason
+        assert (
+            "is a build without CUDA: in a fresh environment, pip install '.[sglang]'" in found.kernel.reason
+        )
 
 
 def gpu_machine(monkeypatch: pytest.MonkeyPatch, available: bool, capability: str = "9.0") -> None:
     """A machine with torch for CUDA 13 and a GPU, where a provider loads or not."""
-    monkeypatch.setattr(doctor, "find_torch", lambda: Torch("2.13.0+cu130", "13.0", (H200 | {"capability": capability},), ""))
+    monkeypatch.setattr(
+        doctor, "find_torch", lambda: Torch("2.13.0+cu130", "13.0", (H200 | {"capability": capability},), "")
+    )
     reason = "" if available else "sglang is not installed"
-    provider = {"name": "sglang.kernels", "available": available, "reason": reason, "install": "x", "version": None}
+    provider = {
+        "name": "sglang.kernels",
+        "available": available,
+        "reason": reason,
+        "install": "x",
+        "version": None,
+    }
     monkeypatch.setattr(doctor, "find_providers", lambda found: [provider])
 
 
@@ -156,7 +175,9 @@ def test_with_a_gpu_and_the_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr(doctor, "run_kernel", lambda: "it reads 5 of 9 weights wrongly")
     code, said, _ = command("doctor", tmp_path, "--kernel")
     assert code == 4
-    assert said.splitlines()[-1] == "kernel check: no: sglang.kernels loads, but it reads 5 of 9 weights wrongly"
+    assert (
+        said.splitlines()[-1] == "kernel check: no: sglang.kernels loads, but it reads 5 of 9 weights wrongly"
+    )
 
 
 def test_with_a_gpu_that_was_not_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -177,8 +198,14 @@ def test_with_a_gpu_but_no_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     [
         ((None, None, None, False), ""),
         (("2.13.0+cpu", None, None, False), ""),
-        (("2.13.0+cpu", None, "13.0", True), "build without CUDA: in a fresh environment, pip install '.[sglang]'"),
-        (("2.9.1+cpu", None, "12.8", True), "build without CUDA: in a fresh environment, pip install '.[sgl-kernel]'"),
+        (
+            ("2.13.0+cpu", None, "13.0", True),
+            "build without CUDA: in a fresh environment, pip install '.[sglang]'",
+        ),
+        (
+            ("2.9.1+cpu", None, "12.8", True),
+            "build without CUDA: in a fresh environment, pip install '.[sgl-kernel]'",
+        ),
         ((None, None, "13.0", True), "CUDA 13: pip install '.[sglang]'"),
         ((None, None, "12.4", True), "CUDA 12: pip install '.[sgl-kernel]'"),
         ((None, None, "11.8", True), "the driver is too old"),

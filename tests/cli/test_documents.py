@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
+
 import trees
 from checkpoints import Checkpoint, make_small
 from forks import Forks
-from jsonschema import Draft202012Validator
 
 SCHEMAS = Path(__file__).parents[2] / "schemas"
 NAMES = ("config", "convert", "index", "manifest", "plan", "provenance", "record", "verify")
@@ -29,15 +30,23 @@ def validator(name: str, definition: str | None = None) -> Draft202012Validator:
 
 def problems(name: str, document: Any, definition: str | None = None) -> list[str]:
     """What a schema has against a document."""
-    return [f"{'/'.join(map(str, error.absolute_path))}: {error.message[:200]}" for error in validator(name, definition).iter_errors(document)]
+    return [
+        f"{'/'.join(map(str, error.absolute_path))}: {error.message[:200]}"
+        for error in validator(name, definition).iter_errors(document)
+    ]
 
 
 @pytest.fixture(scope="module")
-def documents(tiny: Checkpoint, tiny_tp2: Path, forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def documents(
+    tiny: Checkpoint, tiny_tp2: Path, forks: Forks, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """One of each."""
     folder = tmp_path_factory.mktemp("documents")
     fault = {"call": "replace", "number": 9, "action": "SIGKILL"}
-    assert forks.run("convert", tiny.folder, folder / "killed", "--tp", 2, "--threads", 1, fault=fault).code == -9
+    assert (
+        forks.run("convert", tiny.folder, folder / "killed", "--tp", 2, "--threads", 1, fault=fault).code
+        == -9
+    )
     return {
         "config": json.loads((tiny_tp2 / "config.json").read_text()),
         "convert": json.loads(forks.run("convert", tiny.folder, folder / "out", "--tp", 2, "--json").stdout),
@@ -46,12 +55,16 @@ def documents(tiny: Checkpoint, tiny_tp2: Path, forks: Forks, tmp_path_factory: 
         "plan": json.loads(forks.run("plan", tiny.folder, folder / "out", "--tp", 2, "--json").stdout),
         "provenance": json.loads((tiny_tp2 / "provenance.json").read_text()),
         "record": json.loads((folder / "killed" / ".work" / "job.json").read_text()),
-        "record of a unit": json.loads(next((folder / "killed" / ".work" / "units").glob("layer-*.json")).read_text()),
+        "record of a unit": json.loads(
+            next((folder / "killed" / ".work" / "units").glob("layer-*.json")).read_text()
+        ),
         "verify": json.loads(forks.run("verify", tiny_tp2, "--json").stdout),
     }
 
 
-@pytest.mark.parametrize("name", sorted(path.name.removesuffix(".schema.json") for path in SCHEMAS.glob("*.json")))
+@pytest.mark.parametrize(
+    "name", sorted(path.name.removesuffix(".schema.json") for path in SCHEMAS.glob("*.json"))
+)
 def test_schemas_are_schemas(name: str) -> None:
     schema = json.loads((SCHEMAS / f"{name}.schema.json").read_text())
     Draft202012Validator.check_schema(schema)
@@ -62,8 +75,14 @@ def test_schemas_are_schemas(name: str) -> None:
 def keys_without_words(schema: Any, path: str = "") -> Iterator[str]:
     """Properties that nothing is said about."""
     if isinstance(schema, dict):
-        for key, value in (schema.get("properties") or {}).items() if isinstance(schema.get("properties"), dict) else ():
-            if not (set(value) & {"description", "$ref", "const", "maxItems", "minItems"} or "properties" in value or "not" in value):
+        for key, value in (
+            (schema.get("properties") or {}).items() if isinstance(schema.get("properties"), dict) else ()
+        ):
+            if not (
+                set(value) & {"description", "$ref", "const", "maxItems", "minItems"}
+                or "properties" in value
+                or "not" in value
+            ):
                 yield f"{path}/{key}"
         for key, value in schema.items():
             yield from keys_without_words(value, f"{path}/{key}")
@@ -93,7 +112,9 @@ def test_unit_in_a_record_is_valid(documents: dict[str, Any]) -> None:
 @pytest.mark.parametrize("form", ["k26", "k2-thinking"])
 def test_other_conversions_are_valid(tmp_path: Path, command: Command, form: Any) -> None:
     """Padding, groups of experts, ranks left out, the flat form."""
-    checkpoint = make_small(tmp_path / "checkpoint", form=form, layers=2, experts=4, moe_intermediate=256, vt_layers=1)
+    checkpoint = make_small(
+        tmp_path / "checkpoint", form=form, layers=2, experts=4, moe_intermediate=256, vt_layers=1
+    )
     code, stdout, _ = command("plan", checkpoint.folder, "--tp", 8, "--json")
     assert (code, problems("plan", json.loads(stdout))) == (0, [])
     out = tmp_path / "out"
@@ -123,10 +144,17 @@ def test_report_of_damage_is_valid(copied: Path, command: Command) -> None:
     report = json.loads(stdout)
     assert (code, report["ok"], problems("verify", report)) == (1, False, [])
     assert report["findings"][1] == {
-        "path": "rank-01-of-02/layer-002.safetensors", "what": "weight_packed differs from the source", "layer": 2, "expert": 0,
-        "projection": "down_proj", "rank": 1,
-        "message": "rank-01-of-02/layer-002.safetensors: layer 2, expert 0, down_proj, rank 1: weight_packed differs from the source",
-    }  # fmt: skip
+        "path": "rank-01-of-02/layer-002.safetensors",
+        "what": "weight_packed differs from the source",
+        "layer": 2,
+        "expert": 0,
+        "projection": "down_proj",
+        "rank": 1,
+        "message": (
+            "rank-01-of-02/layer-002.safetensors: layer 2, expert 0, down_proj, rank 1: weight_packed differs"
+            " from the source"
+        ),
+    }
 
 
 def places(document: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -145,12 +173,20 @@ def test_changed_documents_are_not_valid(documents: dict[str, Any], name: str) -
     """A key more, a key less, a value of another type: each is noticed."""
     schema, original = name.partition(" ")[0], copy.deepcopy(documents[name])
     if schema == "manifest":
-        original |= {key: original[key][:2] for key in ("units", "shards", "files")}  # enough of each, and quicker
+        original |= {
+            key: original[key][:2] for key in ("units", "shards", "files")
+        }  # enough of each, and quicker
     check = validator(schema)
     assert check.is_valid(original)
     accepted = []
     for path in list(places(original)):
-        if not path or schema == "config" or path[0] == "model" or path[-2:-1] in (("stages",), ("weight_map",), ("stamps",)) or "command" in path:
+        if (
+            not path
+            or schema == "config"
+            or path[0] == "model"
+            or path[-2:-1] in (("stages",), ("weight_map",), ("stamps",))
+            or "command" in path
+        ):
             continue
         for what in ("removed", "odd"):
             document = copy.deepcopy(original)
@@ -165,13 +201,18 @@ def test_changed_documents_are_not_valid(documents: dict[str, Any], name: str) -
                 continue
             if check.is_valid(document):
                 accepted.append((what, path))
-    optional = {("removed", ("source", "files", 0, "sample")), ("removed", ("identity", "files", 0, "sample"))}
+    optional = {
+        ("removed", ("source", "files", 0, "sample")),
+        ("removed", ("identity", "files", 0, "sample")),
+    }
     assert set(accepted) <= optional
     with_more = copy.deepcopy(original) | {"unheard_of": 1}
     assert check.is_valid(with_more) == (schema == "config")
 
 
-@pytest.mark.parametrize("key", ["quant_method", "format", "format_version", "bits", "group_size", "symmetric", "modules"])
+@pytest.mark.parametrize(
+    "key", ["quant_method", "format", "format_version", "bits", "group_size", "symmetric", "modules"]
+)
 def test_quantization_config_is_literal(documents: dict[str, Any], key: str) -> None:
     for change in ("odd", "missing", "both places"):
         document = copy.deepcopy(documents["config"])

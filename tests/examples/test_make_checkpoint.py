@@ -1,4 +1,6 @@
-"""The example checkpoints: published sizes, files as the safetensors library writes them, values that tell places."""
+"""The example checkpoints: published sizes, files as the safetensors library writes them, values that tell
+places.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,11 @@ from typing import Any, cast, get_args
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
 from checkpoints import (
     FULL,
     SMALL,
@@ -28,11 +35,7 @@ from checkpoints import (
     plan_files,
     random_content,
 )
-from click.testing import CliRunner
-from hypothesis import given
-from hypothesis import strategies as st
 from make_checkpoint import main
-from numpy.typing import NDArray
 
 PROJECTIONS = ("gate", "up", "down")
 DTYPES = {"BF16": "<u2", "F32": "<f4", "I32": "<i4", "I64": "<i8"}
@@ -85,7 +88,9 @@ def test_standin_files(standin: Checkpoint) -> None:
         start, header = read_header(path)
         sizes[path.name] = path.stat().st_size - start
         counts[path.name] = len(header) - 1
-        assert max(entry["data_offsets"][1] for name, entry in header.items() if "." in name) == sizes[path.name]
+        assert (
+            max(entry["data_offsets"][1] for name, entry in header.items() if "." in name) == sizes[path.name]
+        )
     names = [f"model-{number:05d}-of-000064.safetensors" for number in range(1, 65)]
     assert sorted(sizes) == names
     assert sizes[names[0]] == 995_000_320
@@ -149,7 +154,9 @@ def test_the_library_opens_every_form(tmp_path: Path, form: Form, order: Order, 
 
 def test_values_do_not_depend_on_form_or_order(small: Checkpoint, tmp_path: Path) -> None:
     expected = read_all(small)
-    other = read_all(make_small(tmp_path, form="k2-thinking", order="shuffled", split_layer=True, shape_dtype="I64"))
+    other = read_all(
+        make_small(tmp_path, form="k2-thinking", order="shuffled", split_layer=True, shape_dtype="I64")
+    )
     shared = {f"language_model.{name}": value for name, value in other.items() if "inv_freq" not in name}
     for name, value in shared.items():
         np.testing.assert_array_equal(value, expected[name])
@@ -186,7 +193,9 @@ def test_config_is_where_each_form_has_it(small: Checkpoint, tmp_path: Path) -> 
     assert "quantization_config" not in nested
     assert nested["text_config"]["quantization_config"]["format"] == "pack-quantized"
     assert nested["text_config"]["n_routed_experts"] == 16
-    flat = json.loads((make_small(tmp_path, form="k2-thinking", experts=8).folder / "config.json").read_text())
+    flat = json.loads(
+        (make_small(tmp_path, form="k2-thinking", experts=8).folder / "config.json").read_text()
+    )
     assert flat["architectures"] == ["DeepseekV3ForCausalLM"]
     assert flat["quantization_config"]["ignore"][0] == "lm_head"
     assert flat["n_routed_experts"] == 8
@@ -212,7 +221,11 @@ def test_files_hold_what_is_expected(small: Checkpoint) -> None:
 
 
 def test_no_two_tensors_are_alike(small: Checkpoint) -> None:
-    digests = [hashlib.sha256(value.tobytes()).digest() for name, value in read_all(small).items() if not name.endswith("weight_shape")]
+    digests = [
+        hashlib.sha256(value.tobytes()).digest()
+        for name, value in read_all(small).items()
+        if not name.endswith("weight_shape")
+    ]
     assert len(set(digests)) == len(digests)
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import Checkpoint
 from click.testing import CliRunner
+
+from checkpoints import Checkpoint
+from marlin_convert.pipeline.convert import convert
 from mistakes import plant
 from run_moe_layer import main
-
-from marlin_convert.pipeline.convert import convert
 
 
 def run(*arguments: object) -> tuple[int, str]:
@@ -43,7 +43,9 @@ def test_a_layer_without_experts(tiny_tp2: Path) -> None:
     assert "layer 0 has no routed experts here" in said
 
 
-def test_the_kernel_and_the_inverse_layout_disagree_where_one_is_wrong(tiny_tp2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_and_the_inverse_layout_disagree_where_one_is_wrong(
+    tiny_tp2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A plain shard cannot show it, since both sides read the same bytes; a wrong inverse can."""
     out = shutil.copytree(tiny_tp2, tmp_path / "out")
     plant(out, "scales not permuted", 1, 0, 1)

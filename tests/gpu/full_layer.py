@@ -1,6 +1,8 @@
-"""A full-size Kimi-K2.6 layer on one GPU machine: make, convert, check with the kernel, plant a wrong scale bit, bench.
+"""A full-size Kimi-K2.6 layer on one GPU machine: make, convert, check with the kernel, plant a wrong scale
+bit, bench.
 
-OUT=results python tests/gpu/full_layer.py [PLACE]      PLACE [default: /dev/shm where it has 24 GB, else the temporary folder]
+OUT=results python tests/gpu/full_layer.py [PLACE]      PLACE [default: /dev/shm where it has 24 GB, else the
+temporary folder]
 
 Needs 24 GB there (and as much memory if it is /dev/shm). Each step is tried even where one before it failed,
 writes OUT/<step>.json and prints its seconds; exit code 1 if any failed.
@@ -51,7 +53,9 @@ def step(name: str, run: Callable[[], dict[str, Any]]) -> None:
         print(result["error"], flush=True)
     if not ok:
         FAILED.append(name)
-    (RESULTS / f"{name}.json").write_text(json.dumps({"step": name, "ok": ok, "step_seconds": round(seconds, 3)} | result, indent=1) + "\n")
+    (RESULTS / f"{name}.json").write_text(
+        json.dumps({"step": name, "ok": ok, "step_seconds": round(seconds, 3)} | result, indent=1) + "\n"
+    )
     say(f"{name}: {'done' if ok else 'FAILED'} in {seconds:.1f} s")
 
 
@@ -60,7 +64,11 @@ def choose_place() -> Path:
     if len(sys.argv) > 1:
         return Path(sys.argv[1])
     memory = Path("/dev/shm")
-    if memory.is_dir() and shutil.disk_usage(memory).free > NEEDED and os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") > 2 * NEEDED:
+    if (
+        memory.is_dir()
+        and shutil.disk_usage(memory).free > NEEDED
+        and os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") > 2 * NEEDED
+    ):
         return memory
     return Path(tempfile.gettempdir())
 
@@ -84,7 +92,8 @@ def main() -> None:
         step("wrong-scale-tp8", lambda: wrong_scale(tp8, source, *SPOILED_TP8, "w2"))
         step("wrong-scale-tp8-all", lambda: still_wrong(tp8, source, *SPOILED_TP8))
         shutil.rmtree(tp8, ignore_errors=True)
-        # One rank of eight only: the sum over ranks needs all of them, so the fused check is left out and said so in `skipped`.
+        # One rank of eight only: the sum over ranks needs all of them, so the fused check is left out and
+        # said so in `skipped`.
         step("convert-ep8", lambda: convert_to(source, ep8, tp=TP, ep=TP, ranks=(0,)))
         step("verify-ep8", lambda: kernel(ep8, source))
         step("bench-ep8", lambda: bench(ep8))
@@ -107,7 +116,6 @@ def doctor() -> dict[str, Any]:
 def compile_all(place: Path) -> dict[str, Any]:
     """Compile the layout and check functions on a small checkpoint, so that no figure below has it in."""
     from checkpoints import make_small
-
     from marlin_convert.checks.kernel.run import verify_kernel
     from marlin_convert.pipeline.convert import convert
 
@@ -125,7 +133,9 @@ def make(source: Path) -> dict[str, Any]:
     return {"bytes": made.nbytes, "tensors": len(made.tensors)}
 
 
-def convert_to(source: Path, out: Path, *, tp: int, ep: int, ranks: tuple[int, ...] | None = None) -> dict[str, Any]:
+def convert_to(
+    source: Path, out: Path, *, tp: int, ep: int, ranks: tuple[int, ...] | None = None
+) -> dict[str, Any]:
     """Convert, with the figures of each stage."""
     from marlin_convert.pipeline.convert import convert
 
@@ -134,13 +144,26 @@ def convert_to(source: Path, out: Path, *, tp: int, ep: int, ranks: tuple[int, .
     seconds = time.monotonic() - begin
     stages = report.stages
     for stage, spent in stages.seconds.items():
-        say(f"  {stage}: {spent:.2f} s over all threads, {stages.bytes[stage] / 1e9:.2f} GB, {stages.bytes[stage] / max(spent, 1e-9) / 1e9:.2f} GB/s")
-    say(f"  {report.output_bytes / 1e9:.2f} GB in {seconds:.2f} s, {report.output_bytes / seconds / 1e9:.2f} GB/s")
-    return {"seconds": seconds, "output_bytes": report.output_bytes, "stage_seconds": stages.seconds, "stage_bytes": stages.bytes}
+        say(
+            f"  {stage}: {spent:.2f} s over all threads, {stages.bytes[stage] / 1e9:.2f} GB,"
+            f" {stages.bytes[stage] / max(spent, 1e-9) / 1e9:.2f} GB/s"
+        )
+    say(
+        f"  {report.output_bytes / 1e9:.2f} GB in {seconds:.2f} s, {report.output_bytes / seconds / 1e9:.2f}"
+        " GB/s"
+    )
+    return {
+        "seconds": seconds,
+        "output_bytes": report.output_bytes,
+        "stage_seconds": stages.seconds,
+        "stage_bytes": stages.bytes,
+    }
 
 
 def kernel(out: Path, source: Path) -> dict[str, Any]:
-    """The whole kernel check of what is in `out`: every weight one-hot, random activations, and the fused sum where all ranks are there."""
+    """The whole kernel check of what is in `out`: every weight one-hot, random activations, and the fused sum
+    where all ranks are there.
+    """
     import torch
 
     from marlin_convert.checks.kernel.run import verify_kernel
@@ -152,27 +175,41 @@ def kernel(out: Path, source: Path) -> dict[str, Any]:
     for stage, spent in report.seconds.items():
         say(f"  {stage}: {spent:.2f} s")
     for verdict in report.fused:
-        say(f"  fused, {verdict.tokens} tokens: relative error {verdict.relative_error:.2e} of at most {verdict.tolerance:.2e}")
+        say(
+            f"  fused, {verdict.tokens} tokens: relative error {verdict.relative_error:.2e} of at most"
+            f" {verdict.tolerance:.2e}"
+        )
     for line in [*report.skipped, *map(str, report.findings[:5])]:
         say(f"  {line}")
     errors = [verdict.relative_error or 0.0 for verdict in report.verdicts]
-    say(f"  {report.weights_read_back:,} weights of {len(report.verdicts)} matrices in {seconds:.1f} s; all 60 layers would take {seconds:.1f} min")
+    say(
+        f"  {report.weights_read_back:,} weights of {len(report.verdicts)} matrices in {seconds:.1f} s; all"
+        f" 60 layers would take {seconds:.1f} min"
+    )
     return {
-        "as_expected": report.ok, "seconds_whole": seconds, "minutes_for_60_layers": seconds, "largest_relative_error": max(errors),
-        "least_relative_error": min(errors), "matrices": len(errors), "gpu_peak_bytes": torch.cuda.max_memory_allocated(),
+        "as_expected": report.ok,
+        "seconds_whole": seconds,
+        "minutes_for_60_layers": seconds,
+        "largest_relative_error": max(errors),
+        "least_relative_error": min(errors),
+        "matrices": len(errors),
+        "gpu_peak_bytes": torch.cuda.max_memory_allocated(),
         "report": report.as_json(every_expert=False),
-    }  # fmt: skip
+    }
 
 
 def wrong_scale(out: Path, source: Path, rank: int, expert: int, matrix: str) -> dict[str, Any]:
     """One last bit of one scale of one expert of 384, checked with a few experts around it."""
-    from mistakes import plant
-
     from marlin_convert.checks.kernel.run import verify_kernel
+    from mistakes import plant
 
     planted = plant(out, "one last bit of one scale", LAYER, rank, expert, matrix)
     report = verify_kernel(out, str(source), experts=range(max(expert - 2, 0), expert + 3), tokens=())
-    return {"as_expected": found_it(report, planted), "planted": asdict(planted), "findings": [str(finding) for finding in report.findings]}
+    return {
+        "as_expected": found_it(report, planted),
+        "planted": asdict(planted),
+        "findings": [str(finding) for finding in report.findings],
+    }
 
 
 def still_wrong(out: Path, source: Path, rank: int, expert: int) -> dict[str, Any]:
@@ -184,7 +221,11 @@ def still_wrong(out: Path, source: Path, rank: int, expert: int) -> dict[str, An
     wrong = [asdict(verdict) for verdict in report.verdicts if not verdict.ok]
     for finding in report.findings:
         say(f"  {finding}")
-    return {"as_expected": places == [(LAYER, rank, expert)], "matrices": len(report.verdicts), "wrong": wrong}
+    return {
+        "as_expected": places == [(LAYER, rank, expert)],
+        "matrices": len(report.verdicts),
+        "wrong": wrong,
+    }
 
 
 def found_it(report: Any, planted: Any) -> bool:
@@ -192,7 +233,9 @@ def found_it(report: Any, planted: Any) -> bool:
     for finding in report.findings:
         say(f"  {finding}")
     expected = [(planted.layer, planted.rank, planted.expert, planted.projection)]
-    return [(finding.layer, finding.rank, finding.expert, finding.projection) for finding in report.findings] == expected
+    return [
+        (finding.layer, finding.rank, finding.expert, finding.projection) for finding in report.findings
+    ] == expected
 
 
 def bench(out: Path) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 python tests/gpu/make_native_moe_io.py SRC IO.safetensors --tp 8 --ep 1 --rank 3 --layer 1
 
-It imports nothing of the converter: the published words are unpacked here and a rank's slice is cut here, so that an
-error of the converter cannot be in both. The arithmetic is float64; only the result is rounded, to float32.
+It imports nothing of the converter: the published words are unpacked here and a rank's slice is cut here, so
+that an error of the converter cannot be in both. The arithmetic is float64; only the result is rounded, to
+float32.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def experts_of(source: Path, layer: int) -> tuple[dict[str, str], str]:
 
 
 def dequantize(packed: Tensor, scale: Tensor) -> Tensor:
-    """[N, K/8] words and [N, K/g] scales to float64 [N, K]: eight codes a word, lowest bits first, stored as value + 8."""
+    """[N, K/8] words and [N, K/g] scales to float64 [N, K]: eight codes a word, lowest bits first, stored as
+    value + 8.
+    """
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
     codes = (packed.unsqueeze(-1) >> shifts) & 15
     values = (codes.flatten(1) - 8).double()
@@ -44,7 +47,9 @@ def main() -> None:
     parser.add_argument("io", type=Path)
     for name in ("--tp", "--ep", "--rank", "--layer"):
         parser.add_argument(name, type=int, required=True)
-    parser.add_argument("--tokens", type=lambda text: [int(part) for part in text.split(",")], default=[1, 9, 90, 330])
+    parser.add_argument(
+        "--tokens", type=lambda text: [int(part) for part in text.split(",")], default=[1, 9, 90, 330]
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
@@ -72,7 +77,12 @@ def main() -> None:
         name = f"tokens_{tokens}"
         tensors |= {f"{name}.x": x, f"{name}.topk_ids": ids.to(torch.int32), f"{name}.topk_weights": weights}
         total = torch.zeros(tokens, hidden, dtype=torch.float64, device=arguments.device)
-        work[tokens] = (x.to(arguments.device).double(), ids.to(arguments.device), weights.to(arguments.device).double(), total)
+        work[tokens] = (
+            x.to(arguments.device).double(),
+            ids.to(arguments.device),
+            weights.to(arguments.device).double(),
+            total,
+        )
 
     files, prefix = experts_of(arguments.source, arguments.layer)
     handles = {}
@@ -100,7 +110,9 @@ def main() -> None:
 
     tensors |= {f"tokens_{tokens}.expected": total.float().cpu() for tokens, (_, _, _, total) in work.items()}
     identity = {key: str(getattr(arguments, key)) for key in ("tp", "ep", "rank", "layer")}
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, arguments.io, metadata=identity)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, arguments.io, metadata=identity
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""The kernel check with the real kernel: what is right passes, every usual mistake is caught and named, at small and at full K2.6 width."""
+"""The kernel check with the real kernel: what is right passes, every usual mistake is caught and named, at
+small and at full K2.6 width.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import Checkpoint, make_layers, make_small
-from mistakes import mistakes, plant
 
+from checkpoints import Checkpoint, make_layers, make_small
 from marlin_convert.checks.kernel.run import verify_kernel
 from marlin_convert.kernels.providers import probe
 from marlin_convert.pipeline.convert import convert
+from mistakes import mistakes, plant
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,11 +34,22 @@ def provider() -> None:
 
 
 @pytest.fixture(scope="module", params=list(CASES))
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Checkpoint, Path]]:
+def case(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, Checkpoint, Path]]:
     """A name of `CASES`, a checkpoint and that converted."""
     folder = tmp_path_factory.mktemp("gpu")
     if request.param == "small":
-        made = make_small(folder / "checkpoint", hidden=128, intermediate=128, moe_intermediate=256, experts=4, layers=2, vocab=64, vt_layers=1)
+        made = make_small(
+            folder / "checkpoint",
+            hidden=128,
+            intermediate=128,
+            moe_intermediate=256,
+            experts=4,
+            layers=2,
+            vocab=64,
+            vt_layers=1,
+        )
     else:
         made = make_layers(folder / "checkpoint", experts=8)
     convert(str(made.folder), folder / "out", tp=CASES[request.param][1])
@@ -55,7 +68,9 @@ def test_what_was_converted_passes(case: tuple[str, Checkpoint, Path]) -> None:
 
 
 @pytest.mark.parametrize("matrix", ["w13", "w2"])
-def test_every_mistake_is_caught_and_named(case: tuple[str, Checkpoint, Path], tmp_path: Path, matrix: str) -> None:
+def test_every_mistake_is_caught_and_named(
+    case: tuple[str, Checkpoint, Path], tmp_path: Path, matrix: str
+) -> None:
     name, checkpoint, whole = case
     layer, tp, rank, expert = CASES[name]
     for mistake in mistakes(matrix, tp):
@@ -64,7 +79,9 @@ def test_every_mistake_is_caught_and_named(case: tuple[str, Checkpoint, Path], t
         report = verify_kernel(out, str(checkpoint.folder), tokens=())
         found = {finding.expert: finding for finding in report.findings}
         assert sorted(found) == list(planted.experts), mistake
-        assert {(f.layer, f.projection, f.rank) for f in report.findings} == {(layer, planted.projection, rank)}, mistake
+        assert {(f.layer, f.projection, f.rank) for f in report.findings} == {
+            (layer, planted.projection, rank)
+        }, mistake
         said = found[expert].what
         assert planted.looks in said, mistake
         assert ("looks as if" in said) == bool(planted.looks), mistake

@@ -1,4 +1,6 @@
-"""A rank on the GPU holds the very bytes of its files, whichever way they came, and `bench load` reports what its schema says."""
+"""A rank on the GPU holds the very bytes of its files, whichever way they came, and `bench load` reports what
+its schema says.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_layers
 
+from checkpoints import make_layers
 from marlin_convert.bench.load import bench_load
 from marlin_convert.errors import MachineError, OutputError, UsageError
 from marlin_convert.pipeline.convert import convert
@@ -41,7 +43,9 @@ def _never(part: ring_module.Part, *_: object) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("threads", [1, 3])
-def test_every_byte_arrives(converted: Path, path: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_byte_arrives(
+    converted: Path, path: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(device_module, "REGISTER", 5 << 20)  # several pieces a file
     monkeypatch.setattr(ring_module, "_again", _never)
     host, loaded = load_rank(converted, 1, device="cpu"), load_rank(converted, 1, path=path, threads=threads)
@@ -51,7 +55,9 @@ def test_every_byte_arrives(converted: Path, path: str, threads: int, monkeypatc
         found = loaded[name]
         assert found.device.type == "cuda"
         assert (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
-        assert torch.equal(found.cpu().contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
+        assert torch.equal(
+            found.cpu().contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)
+        ), name
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -67,15 +73,21 @@ def test_shards_to_a_device(converted: Path, path: str, inference: bool) -> None
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("current", [0, 1])
-def test_another_gpu_than_the_first(converted: Path, path: str, current: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Device and stream are a thread's own: copies, events and waiting must all be of the device that was asked for."""
+def test_another_gpu_than_the_first(
+    converted: Path, path: str, current: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Device and stream are a thread's own: copies, events and waiting must all be of the device that was
+    asked for.
+    """
     monkeypatch.setattr(ring_module, "_again", _never)
     host = load_rank(converted, 1, device="cpu")
     with torch.cuda.device(current):
         loaded = load_rank(converted, 1, path=path, device="cuda:1" if current == 0 else "cuda")
     for name, tensor in host.tensors.items():
         assert loaded[name].device == torch.device("cuda", 1)
-        assert torch.equal(loaded[name].cpu().contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
+        assert torch.equal(
+            loaded[name].cpu().contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)
+        ), name
 
 
 def test_unknown_path(converted: Path) -> None:
@@ -109,7 +121,9 @@ def test_a_file_that_ends_while_it_is_read(tmp_path: Path) -> None:
 
 
 def test_parts_that_the_compiled_loop_cannot_read(converted: Path) -> None:
-    """Some file systems open a file for direct reads and then refuse each of them: the ordinary way is gone back to, part by part."""
+    """Some file systems open a file for direct reads and then refuse each of them: the ordinary way is gone
+    back to, part by part.
+    """
     path = converted / open_shards(converted, 0).shards()[0].path
     target = torch.zeros(path.stat().st_size, dtype=torch.uint8, device="cuda")
     file, ring = OpenFile(path, direct=False), PinnedRing(3, 1 << 20)
@@ -122,8 +136,15 @@ def test_parts_that_the_compiled_loop_cannot_read(converted: Path) -> None:
 def test_bench_load_keeps_to_its_schema(converted: Path) -> None:
     report = bench_load(converted, None, rank=0, rounds=2, threads=2, say=lambda text: None)
     assert {(row["name"], row["temperature"]) for row in report["rows"]} == {
-        ("ours, auto", "warm"), ("ours, mapped", "warm"), ("ours, auto", "cold"), ("ours, ring", "cold"), ("ours, mapped", "cold"),
-    }  # fmt: skip
+        ("ours, auto", "warm"),
+        ("ours, mapped", "warm"),
+        ("ours, auto", "cold"),
+        ("ours, ring", "cold"),
+        ("ours, mapped", "cold"),
+    }
     assert all(len(row["all"]) == 2 and row["of_limit"] > 0 for row in report["rows"])
     jsonschema = pytest.importorskip("jsonschema")
-    jsonschema.validate(json.loads(json.dumps(report)), json.loads((Path(__file__).parents[2] / "schemas" / "bench-load.schema.json").read_text()))
+    jsonschema.validate(
+        json.loads(json.dumps(report)),
+        json.loads((Path(__file__).parents[2] / "schemas" / "bench-load.schema.json").read_text()),
+    )

@@ -1,6 +1,8 @@
-"""The real kernel on a GPU: the golden vectors, the CPU model, and the promises that checks and benches rely on.
+"""The real kernel on a GPU: the golden vectors, the CPU model, and the promises that checks and benches rely
+on.
 
-Run with `pytest -m gpu tests/gpu`; README.md here says how to bring the kernel to a machine without a network.
+Run with `pytest -m gpu tests/gpu`; README.md here says how to bring the kernel to a machine without a
+network.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ pytestmark = [
 
 REFERENCE = ReferenceProvider()
 GOLDEN_TOLERANCE = 1e-2
-#: Against the model only the order of float32 sums is left: some results round the other way, by one last bit (2^-8).
+#: Against the model only the order of float32 sums is left: some results round the other way, by one last bit
+#: (2^-8).
 MODEL_TOLERANCE = 1e-3
 FLAGS = [ReduceFlags(atomic, fp32) for atomic in (False, True) for fp32 in (False, True)]
 NAMES = ("w13_marlin", "s13_marlin", "w2_marlin", "s2_marlin")
@@ -59,7 +62,9 @@ def provider() -> Provider:
 def _random_experts(num_experts: int, size_k: int, size_n: int, kind: QuantType, group_size: int) -> Matrix:
     """Random words are random codes in any layout; scales around 1/64."""
     generator = torch.Generator().manual_seed(size_k * 7 + size_n)
-    words = torch.randint(-(2**31), 2**31, (num_experts, size_k // 16, size_n * kind.num_bits // 2), generator=generator).to(torch.int32)
+    words = torch.randint(
+        -(2**31), 2**31, (num_experts, size_k // 16, size_n * kind.num_bits // 2), generator=generator
+    ).to(torch.int32)
     groups = 1 if group_size == -1 else size_k // group_size
     scales = (torch.rand(num_experts, groups, size_n, generator=generator) + 0.5) / 64
     return Matrix(words, scales.to(torch.bfloat16), kind)
@@ -133,7 +138,9 @@ def test_golden_fused_moe(provider: Provider) -> None:
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-def test_identity_reads_back_the_published_weights(provider: Provider, flags: ReduceFlags, block_size: int) -> None:
+def test_identity_reads_back_the_published_weights(
+    provider: Provider, flags: ReduceFlags, block_size: int
+) -> None:
     golden = family("moe_m5")
     for name in ("w13", "w2"):
         scale = "s" + name.removeprefix("w")
@@ -149,7 +156,9 @@ def test_identity_reads_back_the_published_weights(provider: Provider, flags: Re
     [(UINT4B8, 32), (UINT4B8, 64), (UINT4B8, 128), (UINT4B8, -1), (UINT8B128, 32), (UINT8B128, -1)],
 )
 @pytest.mark.parametrize(("size_k", "size_n"), [(1024, 512), (256, 1024), (64, 128)])
-def test_the_model_equals_the_kernel(provider: Provider, kind: QuantType, group_size: int, size_k: int, size_n: int) -> None:
+def test_the_model_equals_the_kernel(
+    provider: Provider, kind: QuantType, group_size: int, size_k: int, size_n: int
+) -> None:
     group_size = group_size if group_size < size_k else -1
     matrix = _random_experts(6, size_k, size_n, kind, group_size)
     generator = torch.Generator().manual_seed(1)
@@ -161,7 +170,9 @@ def test_the_model_equals_the_kernel(provider: Provider, kind: QuantType, group_
         on_gpu = (x.cuda(), _on_gpu(matrix), ids.cuda(), weights.cuda())
         for flags in FLAGS:
             out = _call(provider, *on_gpu, block=block, flags=flags).cpu()
-            assert relative_error(out, expected) <= (MODEL_TOLERANCE if flags == REPEATABLE else GOLDEN_TOLERANCE)
+            assert relative_error(out, expected) <= (
+                MODEL_TOLERANCE if flags == REPEATABLE else GOLDEN_TOLERANCE
+            )
 
 
 def test_bias_is_read_as_the_model_says(provider: Provider) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from checkpoints import Checkpoint
 
 pytest.importorskip("olah")
@@ -30,7 +31,9 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
 
 
 @pytest.fixture(scope="session")
-def published_once(hub: Hub, tiny: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Published]:
+def published_once(
+    hub: Hub, tiny: Checkpoint, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Published]:
     """`tiny`, with a licence in its card, on the hub."""
     folder = shutil.copytree(tiny.folder, tmp_path_factory.mktemp("published") / "checkpoint")
     (folder / "README.md").write_text(CARD)

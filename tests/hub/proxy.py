@@ -1,4 +1,6 @@
-"""A small proxy in front of the hub that keeps the hub's own answers, so that tests are quick, and spoils some of them on request."""
+"""A small proxy in front of the hub that keeps the hub's own answers, so that tests are quick, and spoils
+some of them on request.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "date"
 
 @dataclass
 class Answer:
-    """What goes back: `body` may be shorter than `length` says. `pause` is slept before each piece, `cut` ends the connection after so many bytes."""
+    """What goes back: `body` may be shorter than `length` says. `pause` is slept before each piece, `cut`
+    ends the connection after so many bytes.
+    """
 
     status: int
     headers: dict[str, str]
@@ -46,7 +50,11 @@ class Request:
     @property
     def is_data(self) -> bool:
         """Whether a file's bytes are asked for as the client downloads them: all of it, or the rest of it."""
-        return self.method == "GET" and bool(self.file) and not self.headers.get("range", "bytes=0-").partition("-")[2]
+        return (
+            self.method == "GET"
+            and bool(self.file)
+            and not self.headers.get("range", "bytes=0-").partition("-")[2]
+        )
 
 
 Fault = Callable[[Request, Answer], Answer | None]
@@ -54,7 +62,9 @@ Fault = Callable[[Request, Answer], Answer | None]
 
 @dataclass
 class Proxy:
-    """`fault(request, answer)` may return another answer; `rate` limits all bodies together, in bytes a second."""
+    """`fault(request, answer)` may return another answer; `rate` limits all bodies together, in bytes a
+    second.
+    """
 
     upstream: str
     fault: Fault | None = None
@@ -121,7 +131,10 @@ class Proxy:
         except (OSError, http.client.HTTPException) as error:
             answer = Answer(502, {}, repr(error).encode())
         if self.fault is not None:
-            answer = self.fault(request, Answer(answer.status, dict(answer.headers), answer.body, answer.length)) or answer
+            answer = (
+                self.fault(request, Answer(answer.status, dict(answer.headers), answer.body, answer.length))
+                or answer
+            )
         with self._lock:
             self.requests.append(request)
         try:
@@ -149,15 +162,21 @@ class Proxy:
             body = response.read()
         finally:
             connection.close()
-        kept = {name.lower(): value.replace(self.upstream, self.endpoint) for name, value in response.getheaders()}
+        kept = {
+            name.lower(): value.replace(self.upstream, self.endpoint) for name, value in response.getheaders()
+        }
         size = int(kept.get("content-length", len(body)))
-        return Answer(response.status, {name: value for name, value in kept.items() if name not in HOP}, body, size)
+        return Answer(
+            response.status, {name: value for name, value in kept.items() if name not in HOP}, body, size
+        )
 
     def _send(self, handler: BaseHTTPRequestHandler, request: Request, answer: Answer) -> None:
         handler.send_response_only(answer.status)
         for name, value in answer.headers.items():
             handler.send_header(name, value)
-        handler.send_header("content-length", str(len(answer.body) if answer.length is None else answer.length))
+        handler.send_header(
+            "content-length", str(len(answer.body) if answer.length is None else answer.length)
+        )
         handler.end_headers()
         if request.method == "HEAD":
             return

@@ -1,6 +1,7 @@
 """A real hub on loopback: a git repository with LFS objects, served by a pair of olah processes.
 
-The back one serves the repository but ignores Range; the front one caches it and answers ranges as the public hub does.
+The back one serves the repository but ignores Range; the front one caches it and answers ranges as the public
+hub does.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class Hub:
         return self.root / "mirror" / "models" / repo
 
     def publish(self, repo: str, folder: Path, *, skip: tuple[str, ...] = ()) -> str:
-        """Commit a folder's files as the repository's new state, weights as LFS objects; returns the commit."""
+        """Commit a folder's files as the repository's new state, weights as LFS objects; returns the
+        commit.
+        """
         git = self.repository(repo)
         if not git.exists():
             git.mkdir(parents=True)
@@ -91,7 +94,13 @@ class Hub:
         for i, (own, extra) in enumerate(
             [
                 (back, f'mirrors-path = ["{self.root / "mirror"}"]\n[accessibility]\noffline = true\n'),
-                (front, f'hf-scheme = "http"\nhf-netloc = "{back}"\nhf-lfs-netloc = "{back}"\nmetadata-cache-ttl = 0\n'),
+                (
+                    front,
+                    (
+                        f'hf-scheme = "http"\nhf-netloc = "{back}"\nhf-lfs-netloc ='
+                        f' "{back}"\nmetadata-cache-ttl = 0\n'
+                    ),
+                ),
             ]
         ):
             cache = self.root / f"cache-{i}"
@@ -101,10 +110,20 @@ class Hub:
                 f'[basic]\nhost = "127.0.0.1"\nport = {self.ports[i]}\nrepos-path = "{cache}"\n'
                 f'mirror-netloc = "{own}"\nmirror-lfs-netloc = "{own}"\n{extra}'
             )
-            command = [sys.executable, "-m", "olah.server", "--config", str(config), "--log-path", str(self.root / f"logs-{i}")]
+            command = [
+                sys.executable,
+                "-m",
+                "olah.server",
+                "--config",
+                str(config),
+                "--log-path",
+                str(self.root / f"logs-{i}"),
+            ]
             with (self.root / f"server-{i}.log").open("wb") as log:
                 environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-                self.processes.append(subprocess.Popen(command, stdout=log, stderr=log, cwd=self.root, env=environment))
+                self.processes.append(
+                    subprocess.Popen(command, stdout=log, stderr=log, cwd=self.root, env=environment)
+                )
         for port in self.ports:
             wait_for_answer(port)
 
@@ -131,9 +150,15 @@ class Hub:
 
 def run_git(folder: Path, *arguments: str) -> str:
     """Run git with an identity of its own and no configuration of the machine."""
-    names = {f"GIT_{who}_{what}": value for who in ("AUTHOR", "COMMITTER") for what, value in (("NAME", "tests"), ("EMAIL", "tests@localhost"))}
+    names = {
+        f"GIT_{who}_{what}": value
+        for who in ("AUTHOR", "COMMITTER")
+        for what, value in (("NAME", "tests"), ("EMAIL", "tests@localhost"))
+    }
     environment = {**os.environ, **names, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
-    return subprocess.run(["git", *arguments], cwd=folder, env=environment, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        ["git", *arguments], cwd=folder, env=environment, check=True, capture_output=True, text=True
+    ).stdout
 
 
 def wait_for_answer(port: int) -> None:

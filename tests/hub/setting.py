@@ -1,4 +1,6 @@
-"""What the tests of the hub share: a published repository, the command line pointed at it, and how outputs are compared."""
+"""What the tests of the hub share: a published repository, the command line pointed at it, and how outputs
+are compared.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ from hub.proxy import Proxy
 from hub.server import Hub
 
 REPO = "org/tiny"
-CARD = "---\nlicense: other\nlicense_name: modified-mit\nlicense_link: LICENSE\nlibrary_name: transformers\n---\n\n# Tiny\n"
+CARD = (
+    "---\nlicense: other\nlicense_name: modified-mit\nlicense_link: LICENSE\nlibrary_name:"
+    " transformers\n---\n\n# Tiny\n"
+)
 #: of a conversion, what may differ between a folder and a repository, or between two runs
 OWN = {"manifest.json", "provenance.json", "README.md"}
 
@@ -46,8 +51,12 @@ def hub_environment(endpoint: str, home: Path) -> dict[str, str]:
     """The environment of a command: nothing of the machine's own hub settings, and patience."""
     own = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     return own | {
-        "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DOWNLOAD_TIMEOUT": "40", "HF_HUB_ETAG_TIMEOUT": "40", "HF_HUB_DISABLE_TELEMETRY": "1",
-    }  # fmt: skip
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(home),
+        "HF_HUB_DOWNLOAD_TIMEOUT": "40",
+        "HF_HUB_ETAG_TIMEOUT": "40",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
 
 
 #: `marlin-convert` on a disk with so much free space
@@ -59,17 +68,28 @@ main()"""
 
 
 def run_command(
-    endpoint: str, home: Path, *arguments: object, env: dict[str, str] | None = None, seconds: float = 120, free: int | None = None
+    endpoint: str,
+    home: Path,
+    *arguments: object,
+    env: dict[str, str] | None = None,
+    seconds: float = 120,
+    free: int | None = None,
 ) -> Done:
     """Run `marlin-convert`; `free` is the free space of the disk it then believes in."""
     program = ["-m", "marlin_convert"] if free is None else ["-c", ON_A_SMALL_DISK, str(free)]
     command = [sys.executable, *program, *map(str, arguments)]
     environment = hub_environment(endpoint, home) | (env or {})
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=seconds, check=False
+    )
     return Done(done.returncode, done.stdout, done.stderr)
 
 
 def differences(a: Path, b: Path, own: set[str] = OWN) -> list[str]:
     """Relative paths of files that are not in both folders with the same bytes; `own` are not looked at."""
     names = {str(path.relative_to(root)) for root in (a, b) for path in root.rglob("*") if path.is_file()}
-    return sorted(name for name in names - own if not ((a / name).is_file() and (b / name).is_file() and filecmp.cmp(a / name, b / name, False)))
+    return sorted(
+        name
+        for name in names - own
+        if not ((a / name).is_file() and (b / name).is_file() and filecmp.cmp(a / name, b / name, False))
+    )

@@ -13,7 +13,9 @@ from hub.setting import Done, Published, differences
 Run = Callable[..., Done]
 
 
-def test_the_same_bytes_as_from_a_folder(run: Run, published: Published, expected: Path, tmp_path: Path) -> None:
+def test_the_same_bytes_as_from_a_folder(
+    run: Run, published: Published, expected: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     done = run("convert", published.repo, out, "--tp", 2, "--free-source")
     assert done.code == 0, done.stderr
@@ -28,7 +30,9 @@ def test_the_same_bytes_as_from_a_folder(run: Run, published: Published, expecte
     assert run("verify", out, "--source", published.folder).code == 0
 
 
-def test_kept_in_the_cache_and_used_again(run: Run, published: Published, expected: Path, tmp_path: Path) -> None:
+def test_kept_in_the_cache_and_used_again(
+    run: Run, published: Published, expected: Path, tmp_path: Path
+) -> None:
     assert run("convert", published.repo, tmp_path / "a", "--tp", 2).code == 0
     cached = {path.resolve(): path.stat().st_mtime_ns for path in (tmp_path / "home").rglob("*.safetensors")}
     assert len(cached) == len(list(published.folder.glob("*.safetensors")))
@@ -36,18 +40,24 @@ def test_kept_in_the_cache_and_used_again(run: Run, published: Published, expect
     done = run("convert", published.repo, tmp_path / "b", "--tp", 2, "--free-source")
     assert done.code == 0, done.stderr
     assert published.fetched() == []
-    assert {path.resolve(): path.stat().st_mtime_ns for path in (tmp_path / "home").rglob("*.safetensors")} == cached
+    assert {
+        path.resolve(): path.stat().st_mtime_ns for path in (tmp_path / "home").rglob("*.safetensors")
+    } == cached
     assert differences(tmp_path / "a", expected) == differences(tmp_path / "b", expected) == []
 
 
 def test_kept_in_a_folder_of_choice(run: Run, published: Published, expected: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     assert run("convert", published.repo, tmp_path / "out", "--tp", 2, "--local-dir", kept).code == 0
-    assert {path.name for path in kept.glob("*.safetensors")} == {path.name for path in published.folder.glob("*.safetensors")}
+    assert {path.name for path in kept.glob("*.safetensors")} == {
+        path.name for path in published.folder.glob("*.safetensors")
+    }
     assert differences(tmp_path / "out", expected) == []
 
 
-def test_a_wrong_file_of_the_user_is_named_and_left_alone(run: Run, published: Published, tmp_path: Path) -> None:
+def test_a_wrong_file_of_the_user_is_named_and_left_alone(
+    run: Run, published: Published, tmp_path: Path
+) -> None:
     kept = tmp_path / "kept"
     kept.mkdir()
     name = sorted(path.name for path in published.folder.glob("*.safetensors"))[1]
@@ -68,15 +78,32 @@ def test_layers_fetch_only_their_files(run: Run, published: Published, tmp_path:
     assert set(published.fetched()) == {file for name, file in weight_map.items() if ".layers.1." in name}
 
 
-def test_continues_without_what_is_made(run: Run, published: Published, expected: Path, tmp_path: Path) -> None:
+def test_continues_without_what_is_made(
+    run: Run, published: Published, expected: Path, tmp_path: Path
+) -> None:
     """The third weight file cannot be had; all before it is made, freed, and not fetched again."""
     names = sorted(path.name for path in published.folder.glob("*.safetensors"))
 
     def absent(request: Request, answer: Answer) -> Answer | None:
-        return Answer(404, {"x-error-code": "EntryNotFound"}, b"") if request.file == names[2] and request.headers.get("range") is None else None
+        return (
+            Answer(404, {"x-error-code": "EntryNotFound"}, b"")
+            if request.file == names[2] and request.headers.get("range") is None
+            else None
+        )
 
     published.proxy.fault = absent
-    done = run("convert", published.repo, tmp_path / "out", "--tp", 2, "--free-source", "--max-workers", 1, "--threads", 1)
+    done = run(
+        "convert",
+        published.repo,
+        tmp_path / "out",
+        "--tp",
+        2,
+        "--free-source",
+        "--max-workers",
+        1,
+        "--threads",
+        1,
+    )
     assert done.code == 3, done.stderr
     assert names[2] in done.stderr
     made = {path.stem for path in (tmp_path / "out" / ".work" / "units").glob("*.json")}
@@ -87,9 +114,13 @@ def test_continues_without_what_is_made(run: Run, published: Published, expected
     assert differences(tmp_path / "out", expected) == []
 
 
-def test_another_commit_refuses_to_continue(run: Run, published: Published, expected: Path, tmp_path: Path) -> None:
+def test_another_commit_refuses_to_continue(
+    run: Run, published: Published, expected: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
-    published.proxy.fault = lambda request, answer: Answer(503, {}, b"") if request.is_data and "00002" in request.file else None
+    published.proxy.fault = lambda request, answer: (
+        Answer(503, {}, b"") if request.is_data and "00002" in request.file else None
+    )
     assert run("convert", published.repo, out, "--tp", 2, "--free-source", "--threads", 1).code == 4
     published.proxy.reset()
     repo = "org/moved"
@@ -107,7 +138,9 @@ def test_another_commit_refuses_to_continue(run: Run, published: Published, expe
     assert differences(out, expected) == []
 
 
-def test_offline_the_snapshot_is_a_folder(run: Run, published: Published, expected: Path, tmp_path: Path) -> None:
+def test_offline_the_snapshot_is_a_folder(
+    run: Run, published: Published, expected: Path, tmp_path: Path
+) -> None:
     offline = {"HF_HUB_OFFLINE": "1"}
     done = run("convert", published.repo, tmp_path / "out", "--tp", 2, env=offline)
     assert done.code == 4
@@ -116,7 +149,10 @@ def test_offline_the_snapshot_is_a_folder(run: Run, published: Published, expect
     done = run("convert", published.repo, tmp_path / "out", "--tp", 2, env=offline)
     assert done.code == 0, done.stderr
     assert differences(tmp_path / "out", expected) == []
-    assert json.loads((tmp_path / "out" / "manifest.json").read_bytes())["source"]["revision"] == published.commit
+    assert (
+        json.loads((tmp_path / "out" / "manifest.json").read_bytes())["source"]["revision"]
+        == published.commit
+    )
 
 
 def test_the_card(run: Run, published: Published, tmp_path: Path) -> None:
@@ -154,7 +190,9 @@ def test_an_unknown_revision(run: Run, published: Published) -> None:
     assert "--revision" in done.stderr
 
 
-def test_a_token_is_sent_everywhere_and_written_nowhere(run: Run, published: Published, tmp_path: Path) -> None:
+def test_a_token_is_sent_everywhere_and_written_nowhere(
+    run: Run, published: Published, tmp_path: Path
+) -> None:
     def closed(request: Request, answer: Answer) -> Answer | None:
         return None if request.headers.get("authorization") == "Bearer hf_secret" else Answer(401, {}, b"")
 
@@ -166,6 +204,8 @@ def test_a_token_is_sent_everywhere_and_written_nowhere(run: Run, published: Pub
         ("environment", [], {"HF_TOKEN": "hf_secret"}),
     ]:
         out = tmp_path / name
-        done = run("convert", published.repo, out, "--tp", 2, "--layers", 0, "--free-source", *arguments, env=env)
+        done = run(
+            "convert", published.repo, out, "--tp", 2, "--layers", 0, "--free-source", *arguments, env=env
+        )
         assert done.code == 0, done.stderr
         assert not [path for path in out.rglob("*") if path.is_file() and b"hf_secret" in path.read_bytes()]

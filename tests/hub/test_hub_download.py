@@ -29,10 +29,22 @@ def test_into_a_folder_and_again(run: Run, published: Published, expected: Path,
 
 
 def test_patterns(run: Run, published: Published, tmp_path: Path) -> None:
-    done = run("download", published.repo, "--local-dir", tmp_path / "some", "--include", "*.json", "--exclude", "tokenizer*", "--json")
+    done = run(
+        "download",
+        published.repo,
+        "--local-dir",
+        tmp_path / "some",
+        "--include",
+        "*.json",
+        "--exclude",
+        "tokenizer*",
+        "--json",
+    )
     assert done.code == 0, done.stderr
     listed = json.loads(done.stdout)
-    assert set(listed["files"]) == {path.name for path in published.folder.glob("*.json") if not path.name.startswith("tokenizer")}
+    assert set(listed["files"]) == {
+        path.name for path in published.folder.glob("*.json") if not path.name.startswith("tokenizer")
+    }
     assert listed["revision"] == published.commit
     assert run("download", published.repo, tmp_path / "none", "--include", "nothing").code == 3
 
@@ -47,8 +59,15 @@ def test_a_moved_revision(run: Run, published: Published, tmp_path: Path) -> Non
     newer = published.hub.publish("org/moving", changed)
     published.proxy.forget()
     assert newer in run("download", "org/moving", tmp_path / "second", "--include", "config.json").stdout
-    assert older in run("download", "org/moving", tmp_path / "third", "--include", "config.json", "--revision", older).stdout
-    assert (tmp_path / "third" / "config.json").read_bytes() == (published.folder / "config.json").read_bytes()
+    assert (
+        older
+        in run(
+            "download", "org/moving", tmp_path / "third", "--include", "config.json", "--revision", older
+        ).stdout
+    )
+    assert (tmp_path / "third" / "config.json").read_bytes() == (
+        published.folder / "config.json"
+    ).read_bytes()
 
 
 def test_a_broken_download_continues(run: Run, published: Published, tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""What goes wrong between here and the hub: each ends in a correct conversion, or in a clear error from which the next run continues."""
+"""What goes wrong between here and the hub: each ends in a correct conversion, or in a clear error from which
+the next run continues.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def short(request: Request, answer: Answer) -> Answer:
 
 def status(code: int, **headers: str) -> Fault:
     """An error."""
-    return lambda request, answer: Answer(code, {name.replace("_", "-"): value for name, value in headers.items()}, b"")
+    return lambda request, answer: Answer(
+        code, {name.replace("_", "-"): value for name, value in headers.items()}, b""
+    )
 
 
 PASSING: dict[str, Fault] = {
@@ -85,7 +89,9 @@ def test_passing_faults(run: Run, published: Published, expected: Path, what: st
 
 
 def test_a_resumed_download_whose_range_is_ignored(run: Run, published: Published, tmp_path: Path) -> None:
-    """The client keeps whole pieces of 10 MB of a broken download and asks for the rest; here it gets everything again."""
+    """The client keeps whole pieces of 10 MB of a broken download and asks for the rest; here it gets
+    everything again.
+    """
     content = bytes(range(256)) * (12 << 12)
     (tmp_path / "repository").mkdir()
     (tmp_path / "repository" / "large.safetensors").write_bytes(content)
@@ -99,7 +105,9 @@ def test_a_resumed_download_whose_range_is_ignored(run: Run, published: Publishe
         if not asked[-1]:
             answer.cut, answer.length = 11 << 20, len(content)
             return answer
-        return Answer(200, {key: value for key, value in answer.headers.items() if key != "content-range"}, content)
+        return Answer(
+            200, {key: value for key, value in answer.headers.items() if key != "content-range"}, content
+        )
 
     published.proxy.fault = fault
     done = run("download", "org/large", tmp_path / "fetched")
@@ -122,11 +130,22 @@ LASTING: dict[str, tuple[Fault, int, str]] = {
 
 @pytest.mark.parametrize("free", [True, False], ids=["freed", "cached"])
 @pytest.mark.parametrize("what", LASTING)
-def test_lasting_faults(run: Run, published: Published, expected: Path, what: str, free: bool, tmp_path: Path) -> None:
+def test_lasting_faults(
+    run: Run, published: Published, expected: Path, what: str, free: bool, tmp_path: Path
+) -> None:
     if not free and what not in ("wrong bytes", "500"):
         pytest.skip("differs from the other way only where something was kept")
     fault, code, words = LASTING[what]
-    command = ("convert", published.repo, tmp_path / "out", "--tp", 2, "--threads", 1, *(["--free-source"] if free else []))
+    command = (
+        "convert",
+        published.repo,
+        tmp_path / "out",
+        "--tp",
+        2,
+        "--threads",
+        1,
+        *(["--free-source"] if free else []),
+    )
     published.proxy.fault = fault
     done = run(*command)
     assert done.code == code, done.stderr
@@ -139,12 +158,17 @@ def test_lasting_faults(run: Run, published: Published, expected: Path, what: st
     assert differences(tmp_path / "out", expected) == []
 
 
-@pytest.mark.parametrize(("answer", "words"), [
-    (Answer(403, {"x-error-code": "GatedRepo"}, b""), "gated"),
-    (Answer(401, {}, b""), "token"),
-    (Answer(404, {"x-error-code": "RepoNotFound"}, b""), "no repository"),
-])  # fmt: skip
-def test_a_closed_repository(run: Run, published: Published, answer: Answer, words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (Answer(403, {"x-error-code": "GatedRepo"}, b""), "gated"),
+        (Answer(401, {}, b""), "token"),
+        (Answer(404, {"x-error-code": "RepoNotFound"}, b""), "no repository"),
+    ],
+)
+def test_a_closed_repository(
+    run: Run, published: Published, answer: Answer, words: str, tmp_path: Path
+) -> None:
     published.proxy.fault = lambda request, _: answer
     done = run("convert", published.repo, tmp_path / "out", "--tp", 2)
     assert done.code == 3
@@ -153,7 +177,9 @@ def test_a_closed_repository(run: Run, published: Published, answer: Answer, wor
 
 
 def test_nobody_answers(run: Run, published: Published, tmp_path: Path) -> None:
-    done = run("convert", published.repo, tmp_path / "out", "--tp", 2, env={"HF_ENDPOINT": "http://127.0.0.1:9"})
+    done = run(
+        "convert", published.repo, tmp_path / "out", "--tp", 2, env={"HF_ENDPOINT": "http://127.0.0.1:9"}
+    )
     assert done.code == 4
     assert "network" in done.stderr
 

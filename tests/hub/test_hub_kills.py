@@ -22,7 +22,17 @@ KILLS = 4
 
 def start(published: Published, home: Path, out: Path) -> subprocess.Popen[bytes]:
     """A conversion under way."""
-    command = [sys.executable, "-m", "marlin_convert", "convert", published.repo, str(out), "--tp", "2", "--free-source"]
+    command = [
+        sys.executable,
+        "-m",
+        "marlin_convert",
+        "convert",
+        published.repo,
+        str(out),
+        "--tp",
+        "2",
+        "--free-source",
+    ]
     environment = hub_environment(published.proxy.endpoint, home)
     return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
@@ -43,7 +53,9 @@ def test_killed_at_random_moments(run: Run, published: Published, expected: Path
     assert not (out / ".work").exists()
 
 
-def test_interrupted_it_stops_at_once_and_continues(run: Run, published: Published, expected: Path, tmp_path: Path) -> None:
+def test_interrupted_it_stops_at_once_and_continues(
+    run: Run, published: Published, expected: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     published.proxy.rate = 3e5
     process = start(published, tmp_path / "home", out)
@@ -59,7 +71,9 @@ def test_interrupted_it_stops_at_once_and_continues(run: Run, published: Publish
     assert differences(out, expected) == []
 
 
-def test_no_more_than_three_files_are_staged(run: Run, published: Published, expected: Path, tmp_path: Path) -> None:
+def test_no_more_than_three_files_are_staged(
+    run: Run, published: Published, expected: Path, tmp_path: Path
+) -> None:
     published.proxy.rate = RATE
     out = tmp_path / "out"
     with Watch(out) as watch:

@@ -17,7 +17,10 @@ Run = Callable[..., Done]
 def test_the_plan_of_the_folder(run: Run, published: Published, tmp_path: Path) -> None:
     there = json.loads(run("plan", published.repo, "--tp", 2, "--json").stdout)
     here = json.loads(run("plan", published.folder, "--tp", 2, "--json").stdout)
-    assert (there["source"].pop("repo"), there["source"].pop("revision")) == (published.repo, published.commit)
+    assert (there["source"].pop("repo"), there["source"].pop("revision")) == (
+        published.repo,
+        published.commit,
+    )
     fetched, staged = there["bytes"].pop("fetched"), there["bytes"].pop("staged")
     sizes = sorted(path.stat().st_size for path in published.folder.glob("*.safetensors"))
     assert fetched == sum(sizes)
@@ -31,7 +34,11 @@ def test_the_plan_of_the_folder(run: Run, published: Published, tmp_path: Path) 
 
 def test_ranges_only(run: Run, published: Published) -> None:
     assert run("plan", published.repo, "--tp", 2).code == 0
-    asked = [request for request in published.proxy.requests if request.method == "GET" and request.file.endswith(".safetensors")]
+    asked = [
+        request
+        for request in published.proxy.requests
+        if request.method == "GET" and request.file.endswith(".safetensors")
+    ]
     assert asked
     for request in asked:
         begin, end = map(int, re.fullmatch(r"bytes=(\d+)-(\d+)", request.headers["range"]).groups())  # type: ignore[union-attr]
@@ -62,7 +69,9 @@ def spoil_ranges(how: str) -> Callable[[Request, Answer], Answer | None]:
     return fault
 
 
-@pytest.mark.parametrize("how", ["status 200", "no content-range", "another range", "another size", "another header"])
+@pytest.mark.parametrize(
+    "how", ["status 200", "no content-range", "another range", "another size", "another header"]
+)
 def test_a_server_that_sends_other_bytes_than_asked_for(run: Run, published: Published, how: str) -> None:
     published.proxy.fault = spoil_ranges(how)
     done = run("plan", published.repo, "--tp", 2)
@@ -85,7 +94,9 @@ def test_a_range_that_breaks_off_is_asked_for_again(run: Run, published: Publish
     assert broken
 
 
-def test_a_run_that_cannot_fit_stops_before_it_starts(run: Run, published: Published, expected: Path, tmp_path: Path) -> None:
+def test_a_run_that_cannot_fit_stops_before_it_starts(
+    run: Run, published: Published, expected: Path, tmp_path: Path
+) -> None:
     """The plan's numbers decide: output and staged files fit, output and all files do not."""
     out = tmp_path / "out"
     sizes = json.loads(run("plan", published.repo, out, "--tp", 2, "--json").stdout)["bytes"]

@@ -10,7 +10,9 @@ from pathlib import Path
 
 @dataclass
 class Watch:
-    """The most that was seen: bytes and number of staged files (whole or under way), and bytes of all of OUT."""
+    """The most that was seen: bytes and number of staged files (whole or under way), and bytes of all of
+    OUT.
+    """
 
     out: Path
     staged: int = 0
@@ -31,11 +33,18 @@ class Watch:
     def _look(self) -> None:
         staging = self.out / ".work" / "staging"
         while not self._over.wait(0.005):
-            # top down: a file that is moved out of a deeper folder meanwhile is missed once, never counted twice
-            sizes = {path: allocated(path) for folder, _, names in os.walk(self.out) for path in (Path(folder) / name for name in names)}
+            # top down: a file that is moved out of a deeper folder meanwhile is missed once, never counted
+            # twice
+            sizes = {
+                path: allocated(path)
+                for folder, _, names in os.walk(self.out)
+                for path in (Path(folder) / name for name in names)
+            }
             staged = {path: size for path, size in sizes.items() if path.is_relative_to(staging) and size}
             self.staged = max(self.staged, sum(staged.values()))
-            self.files = max(self.files, sum(path.suffix in (".safetensors", ".incomplete") for path in staged))
+            self.files = max(
+                self.files, sum(path.suffix in (".safetensors", ".incomplete") for path in staged)
+            )
             self.all = max(self.all, sum(sizes.values()))
             self.looks += 1
 

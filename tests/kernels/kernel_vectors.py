@@ -43,7 +43,11 @@ def _all() -> Family:
 
 def family(prefix: str, device: str = "cpu") -> Family:
     """The tensors `<prefix>.<name>` by name, copied so that a test may change them."""
-    return {key.removeprefix(prefix + "."): tensor.clone().to(device) for key, tensor in _all().items() if key.startswith(prefix + ".")}
+    return {
+        key.removeprefix(prefix + "."): tensor.clone().to(device)
+        for key, tensor in _all().items()
+        if key.startswith(prefix + ".")
+    }
 
 
 def family_names() -> set[str]:
@@ -92,16 +96,22 @@ def run_gemm(provider: Provider, tensors: Family, kind: QuantType, c: Tensor | N
 def repack_golden(provider: Provider, tensors: Family, num_bits: int) -> Tensor:
     """The repack that a repack.* or repack_perm.* family records: from weight_packed [N, K*bits/32]."""
     size_n, words = tensors["ct"].shape
-    return provider.repack(tensors["ct"].t().contiguous(), tensors.get("perm"), words * 32 // num_bits, size_n, num_bits)
+    return provider.repack(
+        tensors["ct"].t().contiguous(), tensors.get("perm"), words * 32 // num_bits, size_n, num_bits
+    )
 
 
 def published_weights(ct: Tensor, scale_ct: Tensor, num_bits: int = 4) -> Tensor:
-    """bf16((q - bias) * scale) [K, N] of one published matrix: weight_packed int32 [N, K*bits/32], weight_scale [N, G].
+    """bf16((q - bias) * scale) [K, N] of one published matrix: weight_packed int32 [N, K*bits/32],
+    weight_scale [N, G].
 
-    Straight from compressed-tensors' packing (element i of a word in bits i * num_bits and up), nothing Marlin in it.
+    Straight from compressed-tensors' packing (element i of a word in bits i * num_bits and up), nothing
+    Marlin in it.
     """
     count = 32 // num_bits
-    codes = torch.stack([(ct >> (num_bits * i)) & (2**num_bits - 1) for i in range(count)], dim=-1).flatten(-2)
+    codes = torch.stack([(ct >> (num_bits * i)) & (2**num_bits - 1) for i in range(count)], dim=-1).flatten(
+        -2
+    )
     group_size = codes.shape[1] // scale_ct.shape[1]
     signed = (codes - 2 ** (num_bits - 1)).to(scale_ct.dtype)
     return (signed * scale_ct.repeat_interleave(group_size, dim=1)).t()

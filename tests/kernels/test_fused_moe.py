@@ -1,4 +1,6 @@
-"""The fused MoE around the kernel, with the CPU model in its place, against what the real kernels computed."""
+"""The fused MoE around the kernel, with the CPU model in its place, against what the real kernels
+computed.
+"""
 
 from __future__ import annotations
 
@@ -39,18 +41,38 @@ def test_every_stage_equals_what_the_kernels_computed() -> None:
     second = Matrix(golden["w2_marlin"], golden["s2_marlin"])
     assert (first.size_k, first.size_n, second.size_k, second.size_n) == (256, 256, 128, 256)
     weights = golden["topk_weights"]
-    c1 = grouped_gemm(REFERENCE, golden["x"], first, alignment, weights, workspace=workspace, top_k=2, mul_topk_weights=False)
+    c1 = grouped_gemm(
+        REFERENCE,
+        golden["x"],
+        first,
+        alignment,
+        weights,
+        workspace=workspace,
+        top_k=2,
+        mul_topk_weights=False,
+    )
     assert relative_error(c1, golden["c1"]) <= TIGHT
     c2 = silu_and_mul(golden["c1"])
     assert relative_error(c2, golden["c2"]) <= TIGHT
-    c3 = grouped_gemm(REFERENCE, golden["c2"], second, alignment, weights, workspace=workspace, top_k=1, mul_topk_weights=True)
+    c3 = grouped_gemm(
+        REFERENCE,
+        golden["c2"],
+        second,
+        alignment,
+        weights,
+        workspace=workspace,
+        top_k=1,
+        mul_topk_weights=True,
+    )
     assert relative_error(c3, golden["c3"]) <= TIGHT
     assert relative_error(sum_experts(golden["c3"], 2), golden["out"]) <= TIGHT
 
 
 def test_the_whole_equals_what_the_kernels_computed() -> None:
     golden = family("moe_m5")
-    out = fused_moe(REFERENCE, golden["x"], *(golden[name] for name in NAMES), golden["topk_weights"], golden["topk_ids"])
+    out = fused_moe(
+        REFERENCE, golden["x"], *(golden[name] for name in NAMES), golden["topk_weights"], golden["topk_ids"]
+    )
     assert relative_error(out, golden["out"]) <= TIGHT
     assert 4e-3 < relative_error(out, golden["ref"]) < 6e-3
     assert (
@@ -90,8 +112,18 @@ def test_a_matrix_hands_on_its_bias_and_zero_points() -> None:
 def test_swapped_halves_and_swapped_experts_are_noticed() -> None:
     golden = family("moe_m5")
     for change in (lambda t: t.roll(t.shape[-1] // 2, -1), lambda t: t.roll(1, 0)):
-        changed = {**golden, "w13_marlin": change(golden["w13_marlin"]), "s13_marlin": change(golden["s13_marlin"])}
-        out = fused_moe(REFERENCE, golden["x"], *(changed[name] for name in NAMES), golden["topk_weights"], golden["topk_ids"])
+        changed = {
+            **golden,
+            "w13_marlin": change(golden["w13_marlin"]),
+            "s13_marlin": change(golden["s13_marlin"]),
+        }
+        out = fused_moe(
+            REFERENCE,
+            golden["x"],
+            *(changed[name] for name in NAMES),
+            golden["topk_weights"],
+            golden["topk_ids"],
+        )
         assert relative_error(out, golden["out"]) > 0.5
 
 
@@ -143,14 +175,18 @@ def test_block_size_is_the_first_that_is_not_full(num_tokens: int, num_experts: 
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), block_size=st.sampled_from([8, 16, 64]), keep_foreign=st.booleans())
-def test_alignment_lists_each_own_choice_once_under_its_expert(data: st.DataObject, block_size: int, keep_foreign: bool) -> None:
+def test_alignment_lists_each_own_choice_once_under_its_expert(
+    data: st.DataObject, block_size: int, keep_foreign: bool
+) -> None:
     experts = data.draw(st.integers(1, 12), "experts")
     start = data.draw(st.integers(0, experts - 1), "start")
     stop = data.draw(st.integers(start + 1, experts), "stop")
     top_k = data.draw(st.integers(1, experts), "top_k")
     rows = data.draw(st.lists(st.permutations(range(experts)), min_size=1, max_size=20), "rows")
     topk_ids = torch.tensor([row[:top_k] for row in rows], dtype=torch.int32)
-    found = align(topk_ids, stop - start, block_size, contiguous_expert_map(experts, start, stop), keep_foreign)
+    found = align(
+        topk_ids, stop - start, block_size, contiguous_expert_map(experts, start, stop), keep_foreign
+    )
     flat = topk_ids.reshape(-1).tolist()
     own = [e - start if start <= e < stop else -1 for e in flat]
     listed = int(found.num_tokens_post_padded) // block_size

@@ -23,7 +23,10 @@ def _read(matrix: Matrix, **options: int) -> torch.Tensor:
 def test_identity_reads_back_the_published_weights(name: str, options: dict[str, int]) -> None:
     golden = family("moe_m5")
     scale = "s" + name.removeprefix("w")
-    published = [published_weights(ct, scales) for ct, scales in zip(golden[f"{name}_ct"], golden[f"{scale}_ct"], strict=True)]
+    published = [
+        published_weights(ct, scales)
+        for ct, scales in zip(golden[f"{name}_ct"], golden[f"{scale}_ct"], strict=True)
+    ]
     read = _read(Matrix(golden[f"{name}_marlin"], golden[f"{scale}_marlin"]), **options)
     assert read.equal(torch.stack(published))
 
@@ -31,14 +34,18 @@ def test_identity_reads_back_the_published_weights(name: str, options: dict[str,
 def test_eight_bit_reads_back_too() -> None:
     golden = family("gemm.u8b128_g32")
     read = _read(Matrix(golden["marlin_w"], golden["marlin_s"], UINT8B128))
-    published = [published_weights(ct, scales, 8) for ct, scales in zip(golden["ct"], golden["scale_ct"], strict=True)]
+    published = [
+        published_weights(ct, scales, 8) for ct, scales in zip(golden["ct"], golden["scale_ct"], strict=True)
+    ]
     assert read.equal(torch.stack(published))
 
 
 def test_zero_points_are_subtracted_and_a_bias_is_left_out() -> None:
     golden = family("gemm.u4zp_g64")
     bias = torch.ones(2, 128, dtype=torch.bfloat16)
-    read = _read(Matrix(golden["marlin_w"], golden["marlin_s"], UINT4, bias, golden["marlin_zp"]), experts_a_call=1)
+    read = _read(
+        Matrix(golden["marlin_w"], golden["marlin_s"], UINT4, bias, golden["marlin_zp"]), experts_a_call=1
+    )
     for expert in range(2):
         scales = golden["scale_ct"][expert]
         # published_weights subtracts 8 from each code; the rest of (q - zero point) is 8 - zero point.

@@ -15,7 +15,9 @@ from marlin_convert.kernels import providers
 from marlin_convert.kernels.providers import CANDIDATES, KernelUnavailableError, OpProvider, load, probe
 from marlin_convert.kernels.quant_types import UINT4B8, quant_type
 
-NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing on a machine without a GPU")
+NO_GPU = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="says what is missing on a machine without a GPU"
+)
 ARGUMENTS = [f"argument {i}" for i in range(14)] + [8, 2, False, True]
 AFTER_THE_TYPE: dict[str, Any] = {
     "size_m": 1,
@@ -88,7 +90,9 @@ def _install_sglang(monkeypatch: pytest.MonkeyPatch, base: str, gemm: object, re
         parts = path.split(".")
         for end in range(1, len(parts)):
             monkeypatch.setitem(sys.modules, ".".join(parts[:end]), _module(".".join(parts[:end])))
-        monkeypatch.setitem(sys.modules, path, _module(path, moe_wna16_marlin_gemm=gemm, gptq_marlin_repack=repack))
+        monkeypatch.setitem(
+            sys.modules, path, _module(path, moe_wna16_marlin_gemm=gemm, gptq_marlin_repack=repack)
+        )
 
 
 @pytest.mark.parametrize("base", ["sglang.kernels", "sglang.jit_kernel"])
@@ -112,7 +116,9 @@ def test_sglang_is_found_at_either_path_and_fed_by_keyword(fake_gpu: pytest.Monk
 
 def test_the_flat_op_takes_the_type_as_a_number(fake_gpu: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
-    ops = types.SimpleNamespace(moe_wna16_marlin_gemm=lambda *args: calls.append(args), gptq_marlin_repack=lambda *args: args)
+    ops = types.SimpleNamespace(
+        moe_wna16_marlin_gemm=lambda *args: calls.append(args), gptq_marlin_repack=lambda *args: args
+    )
     fake_gpu.setitem(sys.modules, "sgl_kernel", _module("sgl_kernel"))
     fake_gpu.setattr(torch.ops, "sgl_kernel", ops, raising=False)
     provider = load("sgl_kernel")
@@ -126,7 +132,9 @@ def test_a_package_that_lost_the_kernel_or_breaks_on_import_is_a_reason(fake_gpu
     fake_gpu.setitem(sys.modules, "sglang", _module("sglang"))
     by_name = {report.name: report for report in probe()}
     assert "no longer has the kernel" in by_name["sgl_kernel"].reason
-    assert by_name["sglang.kernels"].reason.startswith("sglang.kernels.ops.moe.moe_wna16_marlin does not load: ModuleNotFoundError: No module named")
+    assert by_name["sglang.kernels"].reason.startswith(
+        "sglang.kernels.ops.moe.moe_wna16_marlin does not load: ModuleNotFoundError: No module named"
+    )
     assert not any(report.available for report in by_name.values())
 
 
@@ -134,7 +142,9 @@ def test_an_old_gpu_and_a_missing_torch_are_reasons(fake_gpu: pytest.MonkeyPatch
     fake_gpu.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     assert "Some GPU has compute capability 7.5, the kernel needs 8.0" in probe()[0].reason
     find_spec = importlib.util.find_spec
-    fake_gpu.setattr(providers.importlib.util, "find_spec", lambda name: None if name == "torch" else find_spec(name))
+    fake_gpu.setattr(
+        providers.importlib.util, "find_spec", lambda name: None if name == "torch" else find_spec(name)
+    )
     assert "torch is not installed" in probe()[0].reason
 
 

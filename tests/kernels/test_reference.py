@@ -22,10 +22,16 @@ from kernel_vectors import (
 
 from marlin_convert.kernels import fragments
 from marlin_convert.kernels.quant_types import UINT4B8, UINT8B128, quant_type
-from marlin_convert.kernels.reference import ReferenceProvider, decode_scales, decode_weight, decode_zero_points
+from marlin_convert.kernels.reference import (
+    ReferenceProvider,
+    decode_scales,
+    decode_weight,
+    decode_zero_points,
+)
 
 REFERENCE = ReferenceProvider()
-#: The goldens' own tolerance is 1e-2; this model rounds where the kernel does and differs by the order of float32 sums.
+#: The goldens' own tolerance is 1e-2; this model rounds where the kernel does and differs by the order of
+#: float32 sums.
 TIGHT = 2e-4
 
 
@@ -48,7 +54,9 @@ def test_repack_equals_the_kernels_output(name: str) -> None:
     assert repack_golden(REFERENCE, tensors, int(name.split(".w")[1][0])).equal(tensors["marlin"])
 
 
-@pytest.mark.parametrize(("group", "channelwise"), [("32", False), ("64", False), ("128", False), ("-1", True)])
+@pytest.mark.parametrize(
+    ("group", "channelwise"), [("32", False), ("64", False), ("128", False), ("-1", True)]
+)
 def test_scales_are_read_in_column_order(group: str, channelwise: bool) -> None:
     tensors = family(f"scales.g{group}")
     assert decode_scales(tensors["marlin"], channelwise).equal(tensors["ct"].t())
@@ -64,7 +72,8 @@ def test_zero_points_are_read_in_column_order() -> None:
 def test_each_code_of_a_tile_is_read_exactly_once(num_bits: int) -> None:
     reads = fragments.tile_reads(num_bits)
     assert sorted(reads.flat) == list(range(1024))
-    # The repack kernel puts at each place what the GEMM takes from there; the two tables are written independently.
+    # The repack kernel puts at each place what the GEMM takes from there; the two tables are written
+    # independently.
     assert (fragments.tile_repack(num_bits).flat[reads.ravel()] == range(1024)).all()
     for table in (fragments.grouped_scale_reads(), fragments.channel_reads(), fragments.zero_point_reads()):
         assert sorted(table) == list(range(table.size))
@@ -78,7 +87,9 @@ def test_each_code_of_a_tile_is_read_exactly_once(num_bits: int) -> None:
     seed=st.integers(0, 2**31),
     act_order=st.booleans(),
 )
-def test_decoding_undoes_repacking(k_tiles: int, n_tiles: int, num_bits: int, seed: int, act_order: bool) -> None:
+def test_decoding_undoes_repacking(
+    k_tiles: int, n_tiles: int, num_bits: int, seed: int, act_order: bool
+) -> None:
     generator = np.random.default_rng(seed)
     size_k, size_n, count = 16 * k_tiles, 64 * n_tiles, 32 // num_bits
     codes = generator.integers(0, 2**num_bits, (size_k, size_n), dtype=np.uint32)
@@ -132,7 +143,9 @@ def _rows_apart(lane: int, register: int, half: int) -> tuple[int, int]:
         ("zero_point_reads", fragments.grouped_scale_reads, None),
     ],
 )
-def test_a_wrong_thread_order_is_noticed(monkeypatch: pytest.MonkeyPatch, target: str, mutant: Callable[..., object], table: str | None) -> None:
+def test_a_wrong_thread_order_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, target: str, mutant: Callable[..., object], table: str | None
+) -> None:
     """Mutants of the model: with any of them at least one golden GEMM is far off."""
     if table is not None:
         monkeypatch.setattr(fragments, table, getattr(fragments, table).__wrapped__)
@@ -154,7 +167,9 @@ def test_a_wrong_thread_order_is_noticed(monkeypatch: pytest.MonkeyPatch, target
         ("expert_ids", lambda t: torch.tensor([1, 0, 0, 0], dtype=torch.int32)),
     ],
 )
-def test_a_changed_input_changes_the_output(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_a_changed_input_changes_the_output(
+    name: str, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
     tensors = family("gemm.u4zp_g64")
     tensors[name] = change(tensors[name]).contiguous()
     assert relative_error(run_gemm(REFERENCE, tensors, GEMM_KINDS["gemm.u4zp_g64"]), tensors["out"]) > 2e-2
@@ -162,13 +177,19 @@ def test_a_changed_input_changes_the_output(name: str, change: Callable[[torch.T
 
 def test_act_order_follows_perm_and_for_a_part_of_k_the_group_of_each_row() -> None:
     tensors = family("gemm.u4b8_g32_actorder")
-    without = {**tensors, "g_idx_sorted": torch.empty(0, dtype=torch.int32), "perm": torch.empty(0, dtype=torch.int32)}
+    without = {
+        **tensors,
+        "g_idx_sorted": torch.empty(0, dtype=torch.int32),
+        "perm": torch.empty(0, dtype=torch.int32),
+    }
     assert relative_error(run_gemm(REFERENCE, without, UINT4B8), tensors["out"]) > 0.5
     assert quant_type(UINT4B8.id) is UINT4B8
     # Groups of 32 rows in order: naming each row's group says the same as counting rows.
     out = _call(tensors, is_k_full=False)
     assert out.equal(_call(tensors))
-    assert not _call({**tensors, "g_idx_sorted": tensors["g_idx_sorted"].flip(1).contiguous()}, is_k_full=False).equal(out)
+    assert not _call(
+        {**tensors, "g_idx_sorted": tensors["g_idx_sorted"].flip(1).contiguous()}, is_k_full=False
+    ).equal(out)
 
 
 def _call(tensors: dict[str, torch.Tensor], **changes: object) -> torch.Tensor:
@@ -188,7 +209,9 @@ def _call(tensors: dict[str, torch.Tensor], **changes: object) -> torch.Tensor:
     routing = [tensors[name] for name in ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")]
     weights = tensors.get("topk_weights", torch.empty(0))
     call: Callable[..., torch.Tensor] = REFERENCE.gemm
-    return call(*(tensors.get(name) for name in names), workspace, *routing, weights, **{**arguments, **changes})
+    return call(
+        *(tensors.get(name) for name in names), workspace, *routing, weights, **{**arguments, **changes}
+    )
 
 
 def test_bias_and_topk_weights_are_applied_in_the_activations_dtype() -> None:
@@ -262,7 +285,9 @@ def test_given_output_is_filled_and_blocks_of_other_ranks_leave_it_alone() -> No
         ({"c": torch.zeros(5, 128, dtype=torch.bfloat16)}, {}, "c has shape (5, 128)"),
     ],
 )
-def test_what_the_kernel_does_not_take_is_refused(changed: dict[str, torch.Tensor], arguments: dict[str, object], message: str) -> None:
+def test_what_the_kernel_does_not_take_is_refused(
+    changed: dict[str, torch.Tensor], arguments: dict[str, object], message: str
+) -> None:
     with pytest.raises(ValueError, match=r"\w") as caught:
         _call({**family("gemm.u4b8_g128"), **changed}, **arguments)
     assert message in str(caught.value)

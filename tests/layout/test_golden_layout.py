@@ -22,12 +22,16 @@ MOE = ExpertShape(hidden=256, intermediate=128, group_size=32, moe_tp=1)
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_repacked_words(golden: Load, shape: str) -> None:
-    np.testing.assert_array_equal(marlin.pack_weight(golden(f"repack.w4.{shape}.ct")), golden(f"repack.w4.{shape}.marlin"))
+    np.testing.assert_array_equal(
+        marlin.pack_weight(golden(f"repack.w4.{shape}.ct")), golden(f"repack.w4.{shape}.marlin")
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_published_words_come_back(golden: Load, shape: str) -> None:
-    np.testing.assert_array_equal(marlin.unpack_weight(golden(f"repack.w4.{shape}.marlin")), golden(f"repack.w4.{shape}.ct"))
+    np.testing.assert_array_equal(
+        marlin.unpack_weight(golden(f"repack.w4.{shape}.marlin")), golden(f"repack.w4.{shape}.ct")
+    )
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, -1])
@@ -45,7 +49,10 @@ def rows64(array: NDArray[Any]) -> Rows:
 def test_moe_layer(golden: Load, expert: int) -> None:
     """w13 and w2 as the fused kernel reads them, from gate, up and down apart."""
     layout = MarlinU4B8()
-    made = {tensor.name: np.full(tensor.shape, 77, np.int32 if tensor.dtype == "I32" else np.uint16) for tensor in layout.stacked(MOE)}
+    made = {
+        tensor.name: np.full(tensor.shape, 77, np.int32 if tensor.dtype == "I32" else np.uint16)
+        for tensor in layout.stacked(MOE)
+    }
     w13, s13 = golden("moe_m5.w13_ct")[expert], golden("moe_m5.s13_ct")[expert]
     parts = {
         "gate_proj": (w13[:128], s13[:128]),
@@ -54,7 +61,15 @@ def test_moe_layer(golden: Load, expert: int) -> None:
     }
     for projection, (packed, scale) in parts.items():
         words, scales = layout.targets(projection)
-        places = (MOE, projection, 0, rows64(packed), Rows.of(scale), rows64(made[words]), Rows.of(made[scales]))
+        places = (
+            MOE,
+            projection,
+            0,
+            rows64(packed),
+            Rows.of(scale),
+            rows64(made[words]),
+            Rows.of(made[scales]),
+        )
         layout.pack(*places)
         assert layout.mismatch(*places) is None
     for part, name in (("w13", "13"), ("w2", "2")):
@@ -78,6 +93,8 @@ def test_moe_layer_comes_back(golden: Load, expert: int) -> None:
     for projection, (packed, scale) in published.items():
         words, scales = (stored[name] for name in layout.targets(projection))
         packed_back, scale_back = np.zeros_like(packed), np.zeros_like(scale)
-        layout.unpack(MOE, projection, 0, rows64(words), Rows.of(scales), rows64(packed_back), Rows.of(scale_back))
+        layout.unpack(
+            MOE, projection, 0, rows64(words), Rows.of(scales), rows64(packed_back), Rows.of(scale_back)
+        )
         np.testing.assert_array_equal(packed_back, packed)
         np.testing.assert_array_equal(scale_back, scale)

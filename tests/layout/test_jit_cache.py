@@ -24,9 +24,16 @@ print(scales.__file__, type(scales.pack_scales._cache).__name__, out[:9].tolist(
 
 
 def run_child(folder: Path, **environment: str) -> list[str]:
-    clean = {key: value for key, value in os.environ.items() if key not in ("NUMBA_CACHE_DIR", "NUMBA_DISABLE_JIT")}
+    clean = {
+        key: value for key, value in os.environ.items() if key not in ("NUMBA_CACHE_DIR", "NUMBA_DISABLE_JIT")
+    }
     done = subprocess.run(
-        [sys.executable, "-c", CHILD], env=clean | {"PYTHONPATH": str(folder)} | environment, cwd=folder, capture_output=True, text=True, check=False
+        [sys.executable, "-c", CHILD],
+        env=clean | {"PYTHONPATH": str(folder)} | environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     file, kind, values = done.stdout.strip().split("|")
@@ -35,15 +42,24 @@ def run_child(folder: Path, **environment: str) -> list[str]:
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
-    """As in a read-only image; here files lie where the cache folders would be, which stops the superuser too."""
-    shutil.copytree(Path(marlin_convert.__file__).parent, tmp_path / "marlin_convert", ignore=shutil.ignore_patterns("__pycache__"))
+    """As in a read-only image; here files lie where the cache folders would be, which stops the superuser
+    too.
+    """
+    shutil.copytree(
+        Path(marlin_convert.__file__).parent,
+        tmp_path / "marlin_convert",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
     (tmp_path / "marlin_convert/layout/__pycache__").write_text("not a folder")
     (tmp_path / "file").write_text("not a folder")
     nowhere = str(tmp_path / "file" / "cache")
     expected = str([0, 8, 16, 24, 32, 40, 48, 56, 1])
     everywhere = dict.fromkeys(("NUMBA_CACHE_DIR", "XDG_CACHE_HOME", "HOME"), nowhere)
     assert run_child(tmp_path, **everywhere) == ["NullCache", expected]
-    assert run_child(tmp_path, **(everywhere | {"NUMBA_CACHE_DIR": str(tmp_path / "cache")})) == ["FunctionCache", expected]
+    assert run_child(tmp_path, **(everywhere | {"NUMBA_CACHE_DIR": str(tmp_path / "cache")})) == [
+        "FunctionCache",
+        expected,
+    ]
 
 
 def test_other_errors_than_the_caches_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

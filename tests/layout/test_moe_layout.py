@@ -1,4 +1,6 @@
-"""What each rank holds of an expert, against the oracle; padding, both scale orders, refusals, and where a difference is."""
+"""What each rank holds of an expert, against the oracle; padding, both scale orders, refusals, and where a
+difference is.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import expected_codes, expected_scales, pack_codes
 from numpy.typing import NDArray
-from oracle import Matrix, oracle_experts, oracle_rank_slices, published_codes, read_scales, read_weights
 
+from checkpoints import expected_codes, expected_scales, pack_codes
 from marlin_convert.layout.moe import LAYOUTS, MarlinU4B8
 from marlin_convert.layout.protocol import PROJECTIONS, ExpertShape
 from marlin_convert.layout.rows import Rows
 from marlin_convert.planning.topology import Topology
+from oracle import Matrix, oracle_experts, oracle_rank_slices, published_codes, read_scales, read_weights
 
 LAYOUT = MarlinU4B8()
 
@@ -50,7 +52,10 @@ def rows64(array: NDArray[Any]) -> Rows:
 
 def pack_rank(expert: Expert, index: int) -> dict[str, NDArray[Any]]:
     """The stacked tensors of one expert, made in memory that was not zero."""
-    made = {t.name: np.full(t.shape, 0x5A5A, np.int32 if t.dtype == "I32" else np.uint16) for t in LAYOUT.stacked(expert.shape)}
+    made = {
+        t.name: np.full(t.shape, 0x5A5A, np.int32 if t.dtype == "I32" else np.uint16)
+        for t in LAYOUT.stacked(expert.shape)
+    }
     for projection in PROJECTIONS:
         LAYOUT.pack(*places(expert, index, made, projection))
     return made
@@ -59,8 +64,14 @@ def pack_rank(expert: Expert, index: int) -> dict[str, NDArray[Any]]:
 def places(expert: Expert, index: int, made: dict[str, NDArray[Any]], projection: str) -> tuple[Any, ...]:
     words, scales = (made[name] for name in LAYOUT.targets(projection))
     return (
-        expert.shape, projection, index, rows64(expert.packed[projection]), Rows.of(expert.scale[projection]), rows64(words), Rows.of(scales),
-    )  # fmt: skip
+        expert.shape,
+        projection,
+        index,
+        rows64(expert.packed[projection]),
+        Rows.of(expert.scale[projection]),
+        rows64(words),
+        Rows.of(scales),
+    )
 
 
 def assert_is_the_oracles(expert: Expert, made: dict[str, NDArray[Any]], rank: int, tp: int, ep: int) -> None:
@@ -69,28 +80,55 @@ def assert_is_the_oracles(expert: Expert, made: dict[str, NDArray[Any]], rank: i
     np.testing.assert_array_equal(read_weights(made["w13_weight_packed"]), expected.w13_codes)
     np.testing.assert_array_equal(read_scales(made["w13_weight_scale"], group, hidden), expected.w13_scales)
     np.testing.assert_array_equal(read_weights(made["w2_weight_packed"]), expected.w2_codes)
-    np.testing.assert_array_equal(read_scales(made["w2_weight_scale"], group, expected.w2_codes.shape[0]), expected.w2_scales)
+    np.testing.assert_array_equal(
+        read_scales(made["w2_weight_scale"], group, expected.w2_codes.shape[0]), expected.w2_scales
+    )
 
 
 @pytest.mark.parametrize(
-    ("tp", "ep"), [(1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (32, 1), (64, 1), (2, 2), (8, 2), (8, 4), (8, 8), (16, 2), (64, 2), (64, 64), (128, 2)]
+    ("tp", "ep"),
+    [
+        (1, 1),
+        (2, 1),
+        (4, 1),
+        (8, 1),
+        (16, 1),
+        (32, 1),
+        (64, 1),
+        (2, 2),
+        (8, 2),
+        (8, 4),
+        (8, 8),
+        (16, 2),
+        (64, 2),
+        (64, 64),
+        (128, 2),
+    ],
 )
 def test_every_rank_holds_what_the_oracle_says(tp: int, ep: int) -> None:
     topology = Topology.of(tp, ep)
     expert = make_expert(128, 2048, 32, topology.moe_tp)
     for rank in range(tp):
         assert list(topology.expert_range(rank, 128)) == oracle_experts(rank, tp, ep, 128)
-        if rank < topology.moe_tp or rank % 7 == 0:  # all slices, and some of them again on ranks of other groups
+        if (
+            rank < topology.moe_tp or rank % 7 == 0
+        ):  # all slices, and some of them again on ranks of other groups
             assert_is_the_oracles(expert, pack_rank(expert, topology.moe_tp_rank(rank)), rank, tp, ep)
 
 
 @pytest.mark.parametrize(
     ("hidden", "intermediate", "group", "moe_tp"),
     [
-        (256, 512, 32, 8), (256, 512, 64, 4), (256, 512, 64, 8), (256, 512, 128, 2), (256, 512, 128, 4), (128, 512, 128, 2),
-        (256, 96, 32, 1), (256, 288, 32, 3),
+        (256, 512, 32, 8),
+        (256, 512, 64, 4),
+        (256, 512, 64, 8),
+        (256, 512, 128, 2),
+        (256, 512, 128, 4),
+        (128, 512, 128, 2),
+        (256, 96, 32, 1),
+        (256, 288, 32, 3),
     ],
-)  # fmt: skip
+)
 def test_other_sizes_and_groups(hidden: int, intermediate: int, group: int, moe_tp: int) -> None:
     expert = make_expert(hidden, intermediate, group, moe_tp)
     assert LAYOUT.why_not(expert.shape) is None
@@ -104,7 +142,10 @@ def test_the_scale_order_follows_from_the_k_of_each_gemm() -> None:
     scale = expected_scales(1, 0, "down", 256, 8)[:, 3]
     assert made["w2_weight_scale"].shape == (1, 256)
     assert made["w2_weight_scale"][0, :6].tolist() == scale[[0, 1, 8, 9, 16, 17]].tolist()
-    assert made["w13_weight_scale"][0, :3].tolist() == expected_scales(1, 0, "gate", 512, 4)[[192, 200, 208], 0].tolist()
+    assert (
+        made["w13_weight_scale"][0, :3].tolist()
+        == expected_scales(1, 0, "gate", 512, 4)[[192, 200, 208], 0].tolist()
+    )
 
 
 def test_k_counts_with_its_padding() -> None:
@@ -118,7 +159,10 @@ def test_k_counts_with_its_padding() -> None:
 
 def test_padding_is_zero_words_and_zero_scales_at_the_end_of_each_half() -> None:
     made = pack_rank(make_expert(128, 2048, 32, 64), 0)
-    gate, up = read_weights(made["w13_weight_packed"])[:, :64], read_weights(made["w13_weight_packed"])[:, 64:]
+    gate, up = (
+        read_weights(made["w13_weight_packed"])[:, :64],
+        read_weights(made["w13_weight_packed"])[:, 64:],
+    )
     gate_scale, up_scale = np.split(read_scales(made["w13_weight_scale"], 32, 128), 2, axis=1)
     for half in (gate, up, gate_scale, up_scale):
         assert half[:, :32].all()  # no code and no scale of the examples is 0
@@ -151,7 +195,9 @@ def test_what_the_layout_says_of_itself() -> None:
     ]
 
 
-@pytest.mark.parametrize(("intermediate", "group", "moe_tp"), [(512, 32, 4), (512, 64, 8), (512, 32, 16), (288, 32, 3)])
+@pytest.mark.parametrize(
+    ("intermediate", "group", "moe_tp"), [(512, 32, 4), (512, 64, 8), (512, 32, 16), (288, 32, 3)]
+)
 def test_the_ranks_together_give_the_source_back(intermediate: int, group: int, moe_tp: int) -> None:
     expert = make_expert(256, intermediate, group, moe_tp)
     back = Expert(
@@ -169,7 +215,9 @@ def test_the_ranks_together_give_the_source_back(intermediate: int, group: int, 
         np.testing.assert_array_equal(back.scale[projection], expert.scale[projection])
 
 
-@pytest.mark.parametrize("name", ["w13_weight_packed", "w13_weight_scale", "w2_weight_packed", "w2_weight_scale"])
+@pytest.mark.parametrize(
+    "name", ["w13_weight_packed", "w13_weight_scale", "w2_weight_packed", "w2_weight_scale"]
+)
 def test_padding_that_is_not_zero_is_refused_and_found(name: str) -> None:
     expert = make_expert(128, 2048, 32, 64)
     made = pack_rank(expert, 2)
@@ -179,7 +227,15 @@ def test_padding_that_is_not_zero_is_refused_and_found(name: str) -> None:
     projection = "down_proj" if name.startswith("w2") else "up_proj"
     shape, _, index, packed, scale, words, scales = places(expert, 2, made, projection)
     with pytest.raises(ValueError, match="padding is not zero"):
-        LAYOUT.unpack(shape, projection, index, words, scales, Rows.of(packed.array().copy()), Rows.of(scale.array().copy()))
+        LAYOUT.unpack(
+            shape,
+            projection,
+            index,
+            words,
+            scales,
+            Rows.of(packed.array().copy()),
+            Rows.of(scale.array().copy()),
+        )
     found = LAYOUT.mismatch(*places(expert, 2, made, projection))
     assert found is not None
     assert found.startswith("weight_scale" if name.endswith("scale") else "weight_packed")
@@ -199,12 +255,20 @@ def test_any_flipped_bit_is_found_at_its_place(moe_tp: int, projection: str) -> 
     for _ in range(40):
         row, col = int(random.integers(rows)), int(random.integers(cols))
         changed = expert.packed[projection].copy()
-        expert.packed[projection].view(np.uint32)[first_row + row, (first_col + col) // 8] ^= np.uint32(1 << 4 * (col % 8))
-        expected = f"weight_packed differs at row {row} of the slice, inputs {col // 16 * 16} to {col // 16 * 16 + 15}"
+        expert.packed[projection].view(np.uint32)[first_row + row, (first_col + col) // 8] ^= np.uint32(
+            1 << 4 * (col % 8)
+        )
+        expected = (
+            f"weight_packed differs at row {row} of the slice, inputs {col // 16 * 16} to"
+            f" {col // 16 * 16 + 15}"
+        )
         assert LAYOUT.mismatch(*places(expert, index, made, projection)) == expected
         expert.packed[projection][:] = changed
         expert.scale[projection][first_row + row, (first_col + col) // 32] ^= 1
-        assert LAYOUT.mismatch(*places(expert, index, made, projection)) == f"weight_scale differs at row {row} of the slice, group {col // 32}"
+        assert (
+            LAYOUT.mismatch(*places(expert, index, made, projection))
+            == f"weight_scale differs at row {row} of the slice, group {col // 32}"
+        )
         expert.scale[projection][first_row + row, (first_col + col) // 32] ^= 1
 
 
@@ -214,8 +278,14 @@ def test_what_another_slice_half_or_expert_holds_is_a_mismatch() -> None:
     for projection in PROJECTIONS:
         assert LAYOUT.mismatch(*places(expert, 2, made, projection)) is not None
         assert LAYOUT.mismatch(*places(other, 1, made, projection)) is not None
-    swapped = {name: np.roll(a, a.shape[1] // 2, axis=1) if name.startswith("w13") else a for name, a in made.items()}
-    assert [LAYOUT.mismatch(*places(expert, 1, swapped, p)) is None for p in PROJECTIONS] == [False, False, True]
+    swapped = {
+        name: np.roll(a, a.shape[1] // 2, axis=1) if name.startswith("w13") else a for name, a in made.items()
+    }
+    assert [LAYOUT.mismatch(*places(expert, 1, swapped, p)) is None for p in PROJECTIONS] == [
+        False,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -230,9 +300,18 @@ def test_what_another_slice_half_or_expert_holds_is_a_mismatch() -> None:
         ((7168, 2048, 16, 8), "group size 16 is not one the kernel has (32, 64, 128)"),
         ((7168, 2048, 0, 8), "group size 0 is not one the kernel has (32, 64, 128)"),
         ((7168, 2048, 7168, 8), "group size 7168 is not one the kernel has (32, 64, 128)"),
-        ((7168, 2048, 64, 64), "a slice of 32 of the experts' intermediate size 2048 at moe_tp = 64 would cut a group of 64"),
-        ((7168, 2048, 128, 32), "a slice of 64 of the experts' intermediate size 2048 at moe_tp = 32 would cut a group of 128"),
-        ((7168, 1040, 32, 1), "a slice of 1040 of the experts' intermediate size 1040 at moe_tp = 1 would cut a group of 32"),
+        (
+            (7168, 2048, 64, 64),
+            "a slice of 32 of the experts' intermediate size 2048 at moe_tp = 64 would cut a group of 64",
+        ),
+        (
+            (7168, 2048, 128, 32),
+            "a slice of 64 of the experts' intermediate size 2048 at moe_tp = 32 would cut a group of 128",
+        ),
+        (
+            (7168, 1040, 32, 1),
+            "a slice of 1040 of the experts' intermediate size 1040 at moe_tp = 1 would cut a group of 32",
+        ),
     ],
 )
 def test_what_the_kernel_cannot_run(shape: tuple[int, int, int, int], reason: str | None) -> None:

@@ -20,7 +20,9 @@ EXPERTS = 2
 
 
 def batch(shape: ExpertShape, *, shift: int = 0, apart: bool = False) -> list[Slice]:
-    """All slices of some experts, sources and targets behind each other in a buffer each; `shift` puts scales off their words, `apart` in many."""
+    """All slices of some experts, sources and targets behind each other in a buffer each; `shift` puts scales
+    off their words, `apart` in many.
+    """
     memory = np.random.default_rng(shape.group_size + shape.moe_tp).integers(0, 256, 1 << 21, dtype=np.uint8)
     targets = np.full(1 << 21, 0xEE, np.uint8)
     source_at = target_at = 0
@@ -33,7 +35,13 @@ def batch(shape: ExpertShape, *, shift: int = 0, apart: bool = False) -> list[Sl
             out, inputs = shape.matrix(projection)
             packed = Rows(source_words, source_at // 8, inputs // 16, out, inputs // 16)
             source_at += out * inputs // 2
-            scale = Rows(source_scales, source_at // 2 + shift, inputs // shape.group_size, out, inputs // shape.group_size)
+            scale = Rows(
+                source_scales,
+                source_at // 2 + shift,
+                inputs // shape.group_size,
+                out,
+                inputs // shape.group_size,
+            )
             source_at += -(-(out * inputs // shape.group_size * 2 + 2 * shift) // 8) * 8
             sources[expert, projection] = packed, scale
     for index in range(shape.moe_tp):
@@ -66,7 +74,16 @@ def part(projection: str, array: NDArray[Any]) -> NDArray[Any]:
     return {"gate_proj": array[:, :half], "up_proj": array[:, half:], "down_proj": array}[projection]
 
 
-SHAPES = [ExpertShape(*sizes) for sizes in ((256, 512, 32, 4), (256, 512, 32, 2), (256, 512, 64, 8), (256, 256, 32, 8), (128, 96, 32, 1))]
+SHAPES = [
+    ExpertShape(*sizes)
+    for sizes in (
+        (256, 512, 32, 4),
+        (256, 512, 32, 2),
+        (256, 512, 64, 8),
+        (256, 256, 32, 8),
+        (128, 96, 32, 1),
+    )
+]
 
 
 @pytest.mark.parametrize("check", [False, True])
@@ -117,12 +134,18 @@ def test_the_wrong_slice_is_named(shape: ExpertShape, apart: bool) -> None:
     ],
 )
 def test_which_go_in_one_call(
-    monkeypatch: pytest.MonkeyPatch, shape: ExpertShape, options: dict[str, Any], word_table: bool, scale_table: bool
+    monkeypatch: pytest.MonkeyPatch,
+    shape: ExpertShape,
+    options: dict[str, Any],
+    word_table: bool,
+    scale_table: bool,
 ) -> None:
     called = []
     for module, name in ((words, "pack_table"), (scales, "pack_scale_table")):
         function = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *args, name=name, function=function: called.append(name) or function(*args))
+        monkeypatch.setattr(
+            module, name, lambda *args, name=name, function=function: called.append(name) or function(*args)
+        )
     LAYOUT.moves(shape, batch(shape, **options)).pack()
     assert called == ["pack_table"] * word_table + ["pack_scale_table"] * scale_table
 
@@ -132,20 +155,34 @@ def uncompiled(function: Any) -> Any:
     return getattr(function, "py_func", function)
 
 
-@pytest.mark.parametrize(("module", "name", "what"), [(words, "pack_words", "weight_packed"), (scales, "pack_scale_words", "weight_scale")])
+@pytest.mark.parametrize(
+    ("module", "name", "what"),
+    [(words, "pack_words", "weight_packed"), (scales, "pack_scale_words", "weight_scale")],
+)
 @pytest.mark.parametrize("transient", [False, True])
 @pytest.mark.parametrize("index", [0, 7, 11])
 def test_a_wrong_slice_is_named_while_packing(
     monkeypatch: pytest.MonkeyPatch, module: Any, name: str, what: str, transient: bool, index: int
 ) -> None:
-    """A compiled table cannot be made to err, so the same source runs uncompiled with a function that does, in a slice of gate, up or down."""
+    """A compiled table cannot be made to err, so the same source runs uncompiled with a function that does,
+    in a slice of gate, up or down.
+    """
     shape = SHAPES[0]
     slices = batch(shape)
     pack, wrong = uncompiled(getattr(module, name)), slices[index]
     place = wrong.words if module is words else wrong.scales.in_words()
     calls = []
 
-    def errs(source: Any, s_base: int, s_stride: int, size_n: int, cols: int, target: Any, m_base: int, m_stride: int) -> None:
+    def errs(
+        source: Any,
+        s_base: int,
+        s_stride: int,
+        size_n: int,
+        cols: int,
+        target: Any,
+        m_base: int,
+        m_stride: int,
+    ) -> None:
         pack(source, s_base, s_stride, size_n, cols, target, m_base, m_stride)
         if m_base == place.base + (place.cols // 2 if wrong.projection == "up_proj" else 0):
             target[m_base] ^= np.uint64(1)
@@ -165,7 +202,9 @@ def test_a_wrong_slice_is_named_while_packing(
     assert calls
     assert found is not None
     assert found[0] == index
-    assert found[1].startswith(f"{what} differs at row 0 of" if not transient else "it differed when it was made")
+    assert found[1].startswith(
+        f"{what} differs at row 0 of" if not transient else "it differed when it was made"
+    )
     calls.clear()
     assert LAYOUT.moves(shape, slices).pack(check=False) is None
     assert calls
@@ -175,10 +214,16 @@ def test_a_wrong_slice_is_named_while_packing(
     ("shape", "span", "sizes"),
     [
         (SHAPES[0], 1, {64}),  # the smallest parts
-        (ExpertShape(384, 384, 32, 2), 24 << 10, {64, 128}),  # slices of 192 rows of 192 bytes: the second part of each is shorter
+        (
+            ExpertShape(384, 384, 32, 2),
+            24 << 10,
+            {64, 128},
+        ),  # slices of 192 rows of 192 bytes: the second part of each is shorter
     ],
 )
-def test_parts_of_slices(monkeypatch: pytest.MonkeyPatch, shape: ExpertShape, span: int, sizes: set[int]) -> None:
+def test_parts_of_slices(
+    monkeypatch: pytest.MonkeyPatch, shape: ExpertShape, span: int, sizes: set[int]
+) -> None:
     """Slices cut into parts come out the same, and the parts go through the source in order."""
     tables: list[NDArray[np.int64]] = []
     whole, parts = batch(shape), batch(shape)
@@ -186,7 +231,9 @@ def test_parts_of_slices(monkeypatch: pytest.MonkeyPatch, shape: ExpertShape, sp
     monkeypatch.setattr("marlin_convert.layout.moves.SPAN", span)
     for module, name in ((words, "pack_table"), (scales, "pack_scale_table")):
         function = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *args, function=function: tables.append(args[2]) or function(*args))
+        monkeypatch.setattr(
+            module, name, lambda *args, function=function: tables.append(args[2]) or function(*args)
+        )
     assert LAYOUT.moves(shape, parts).pack(check=True) is None
     for one, other in zip(whole, parts, strict=True):
         np.testing.assert_array_equal(one.words.array(), other.words.array())
@@ -199,9 +246,20 @@ def test_parts_of_slices(monkeypatch: pytest.MonkeyPatch, shape: ExpertShape, sp
 
 
 def test_parts_are_all_of_a_slice_once() -> None:
-    """Parts are checked one by one, so a missing one or one on top of another is refused before anything is packed."""
-    whole = np.array([(0, 8, 192, 8, 0, 384, 0, 192), (1536, 8, 192, 8, 192, 384, 1, 192), (3072, 8, 128, 8, 3072, 128, 2, 128)], np.int64)
-    table = np.array([(0, 8, 128, 8, 0, 384, 0, 192), (1024, 8, 64, 8, 128, 384, 0, 192), *map(tuple, whole[1:])], np.int64)
+    """Parts are checked one by one, so a missing one or one on top of another is refused before anything is
+    packed.
+    """
+    whole = np.array(
+        [
+            (0, 8, 192, 8, 0, 384, 0, 192),
+            (1536, 8, 192, 8, 192, 384, 1, 192),
+            (3072, 8, 128, 8, 3072, 128, 2, 128),
+        ],
+        np.int64,
+    )
+    table = np.array(
+        [(0, 8, 128, 8, 0, 384, 0, 192), (1024, 8, 64, 8, 128, 384, 0, 192), *map(tuple, whole[1:])], np.int64
+    )
     require_all_once(whole, table)
     with pytest.raises(ValueError, match="not all of it"):
         require_all_once(whole, table[[0, 2, 3]])
@@ -220,7 +278,7 @@ def test_nothing_to_move() -> None:
 
 
 def test_shapes_of_a_batch_are_checked() -> None:
-    (first, *rest) = batch(SHAPES[0])
+    first, *rest = batch(SHAPES[0])
     short = replace(first, words=first.words.part(1, first.words.rows - 1, 0, first.words.cols))
     with pytest.raises(ValueError, match=r"needs a Marlin side of|could not broadcast"):
         LAYOUT.moves(SHAPES[0], [*rest, short]).pack()

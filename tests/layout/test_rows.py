@@ -26,7 +26,10 @@ def test_a_part_of_a_part() -> None:
     assert (array == 99).sum() == 2
 
 
-@pytest.mark.parametrize("block", [(0, 7, 0, 1), (0, 1, 0, 11), (-1, 1, 0, 1), (0, 1, -1, 1), (6, 1, 0, 1), (0, 1, 10, 1), (3, 4, 0, 10)])
+@pytest.mark.parametrize(
+    "block",
+    [(0, 7, 0, 1), (0, 1, 0, 11), (-1, 1, 0, 1), (0, 1, -1, 1), (6, 1, 0, 1), (0, 1, 10, 1), (3, 4, 0, 10)],
+)
 def test_a_part_stays_inside(block: tuple[int, int, int, int]) -> None:
     with pytest.raises(ValueError, match="leaves a matrix of 6 x 10"):
         Rows.of(np.zeros((6, 10), np.uint64)).part(*block)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from oracle import read_scales
 
 from marlin_convert.layout import marlin
 from marlin_convert.layout.rows import Rows
+from oracle import read_scales
 
 many = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 seeds = st.integers(0, 2**32 - 1)
@@ -33,17 +33,61 @@ def test_grouped_order_literally() -> None:
 
 def test_single_order_literally() -> None:
     stored = marlin.pack_scale(np.arange(64, dtype=np.uint16).reshape(64, 1), -1, 256)
-    first = [0, 1, 8, 9, 16, 17, 24, 25, 2, 3, 10, 11, 18, 19, 26, 27, 4, 5, 12, 13, 20, 21, 28, 29, 6, 7, 14, 15, 22, 23, 30, 31]
+    first = [
+        0,
+        1,
+        8,
+        9,
+        16,
+        17,
+        24,
+        25,
+        2,
+        3,
+        10,
+        11,
+        18,
+        19,
+        26,
+        27,
+        4,
+        5,
+        12,
+        13,
+        20,
+        21,
+        28,
+        29,
+        6,
+        7,
+        14,
+        15,
+        22,
+        23,
+        30,
+        31,
+    ]
     assert stored[0].tolist() == first + [32 + n for n in first]
 
 
 @pytest.mark.parametrize(
     ("group", "size_k", "grouped"),
-    [(32, 64, True), (32, 33, True), (32, 32, False), (64, 32, False), (64, 64, False), (128, 7168, True), (-1, 256, False), (0, 64, False)],
+    [
+        (32, 64, True),
+        (32, 33, True),
+        (32, 32, False),
+        (64, 32, False),
+        (64, 64, False),
+        (128, 7168, True),
+        (-1, 256, False),
+        (0, 64, False),
+    ],
 )
 def test_the_order_follows_from_group_and_k(group: int, size_k: int, grouped: bool) -> None:
     scale = np.arange(64, dtype=np.uint16).reshape(64, 1)
-    assert marlin.pack_scale(scale, group, size_k)[0, :4].tolist() == ([0, 8, 16, 24] if grouped else [0, 1, 8, 9])
+    assert marlin.pack_scale(scale, group, size_k)[0, :4].tolist() == (
+        [0, 8, 16, 24] if grouped else [0, 1, 8, 9]
+    )
 
 
 @many
@@ -70,13 +114,19 @@ def test_a_gpu_thread_reads_the_scales_of_one_group(n: int, group: int, seed: in
 
 @many
 @given(
-    n=st.integers(1, 3), groups=st.one_of(st.integers(1, 9), st.sampled_from([4, 8, 260])), single=st.booleans(), seed=seeds,
-    start=st.integers(0, 5), gaps=st.one_of(st.tuples(*[st.integers(0, 5)] * 2), st.sampled_from([(0, 0), (4, 8), (0, 4)])),
-)  # fmt: skip
+    n=st.integers(1, 3),
+    groups=st.one_of(st.integers(1, 9), st.sampled_from([4, 8, 260])),
+    single=st.booleans(),
+    seed=seeds,
+    start=st.integers(0, 5),
+    gaps=st.one_of(st.tuples(*[st.integers(0, 5)] * 2), st.sampled_from([(0, 0), (4, 8), (0, 4)])),
+)
 @example(n=2, groups=8, single=False, seed=0, start=4, gaps=(4, 8))
 @example(n=2, groups=8, single=False, seed=0, start=4, gaps=(4, 2))
 @example(n=2, groups=8, single=False, seed=0, start=2, gaps=(4, 8))
-def test_from_and_to_any_place_in_memory(n: int, groups: int, single: bool, seed: int, start: int, gaps: tuple[int, int]) -> None:
+def test_from_and_to_any_place_in_memory(
+    n: int, groups: int, single: bool, seed: int, start: int, gaps: tuple[int, int]
+) -> None:
     published = random_scales((64 * n, groups), seed)
     size_k = 32 if single else 32 * groups + 32
     places, memories = [], []
@@ -98,8 +148,16 @@ def test_from_and_to_any_place_in_memory(n: int, groups: int, single: bool, seed
 
 
 @many
-@given(data=st.data(), n=st.integers(1, 3), groups=st.one_of(st.integers(1, 9), st.sampled_from([8, 12, 260])), single=st.booleans(), seed=seeds)
-def test_a_flipped_bit_is_found_at_its_place(data: st.DataObject, n: int, groups: int, single: bool, seed: int) -> None:
+@given(
+    data=st.data(),
+    n=st.integers(1, 3),
+    groups=st.one_of(st.integers(1, 9), st.sampled_from([8, 12, 260])),
+    single=st.booleans(),
+    seed=seeds,
+)
+def test_a_flipped_bit_is_found_at_its_place(
+    data: st.DataObject, n: int, groups: int, single: bool, seed: int
+) -> None:
     published = random_scales((64 * n, groups), seed)
     size_k = 32 if single else 32 * groups + 32
     stored = marlin.pack_scale(published, 32, size_k)
@@ -117,13 +175,26 @@ def test_packing_commutes_with_slicing(n: int, groups: int, data: st.DataObject,
     n0, g0 = data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, groups - 1))
     n1, g1 = data.draw(st.integers(n0 + 1, n)), data.draw(st.integers(g0 + 1, groups))
     whole = marlin.pack_scale(published, 32, 1024)
-    np.testing.assert_array_equal(marlin.pack_scale(published[64 * n0 : 64 * n1, g0:g1].copy(), 32, 1024), whole[g0:g1, 64 * n0 : 64 * n1])
+    np.testing.assert_array_equal(
+        marlin.pack_scale(published[64 * n0 : 64 * n1, g0:g1].copy(), 32, 1024),
+        whole[g0:g1, 64 * n0 : 64 * n1],
+    )
 
 
 @pytest.mark.parametrize(("source", "target"), [((32, 2), (2, 32)), ((64, 2), (2, 128)), ((64, 2), (3, 64))])
 @pytest.mark.parametrize(
-    "function", [marlin.pack_scale_rows, lambda a, b, *g: marlin.unpack_scale_rows(b, a, *g), lambda a, b, *g: marlin.wrong_scale(b, a, *g)]
+    "function",
+    [
+        marlin.pack_scale_rows,
+        lambda a, b, *g: marlin.unpack_scale_rows(b, a, *g),
+        lambda a, b, *g: marlin.wrong_scale(b, a, *g),
+    ],
 )
-def test_shapes_that_do_not_fit_are_refused(function: Any, source: tuple[int, int], target: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match=rf"source of {source[0]} x {source[1]} needs a Marlin side of {source[1]} x {source[0]}"):
+def test_shapes_that_do_not_fit_are_refused(
+    function: Any, source: tuple[int, int], target: tuple[int, int]
+) -> None:
+    with pytest.raises(
+        ValueError,
+        match=rf"source of {source[0]} x {source[1]} needs a Marlin side of {source[1]} x {source[0]}",
+    ):
         function(Rows.of(np.zeros(source, np.uint16)), Rows.of(np.zeros(target, np.uint16)), 32, 64)

@@ -1,4 +1,6 @@
-"""Words of any shape, from any place in memory: what a GPU thread reads of them, their inverse, slices, and flipped bits."""
+"""Words of any shape, from any place in memory: what a GPU thread reads of them, their inverse, slices, and
+flipped bits.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from oracle import published_codes, read_weights
 
 from marlin_convert.layout import marlin
 from marlin_convert.layout.rows import Rows
 from marlin_convert.layout.words import RUN
+from oracle import published_codes, read_weights
 
 many = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 
@@ -57,7 +59,9 @@ def test_pack_undoes_unpack(n: int, k: int, seed: int) -> None:
 
 
 class Placed:
-    """A matrix of 8-byte words somewhere in a larger memory of 0xEE: at any byte, with any distance between rows."""
+    """A matrix of 8-byte words somewhere in a larger memory of 0xEE: at any byte, with any distance between
+    rows.
+    """
 
     def __init__(self, rows: int, cols: int, start: int, gap: int, shift: int) -> None:
         stride = cols + gap
@@ -76,14 +80,23 @@ class Placed:
 
 @many
 @given(
-    n=n_tiles, k=st.integers(1, 9), seed=seeds, starts=st.tuples(st.integers(0, 5), st.integers(0, 5)),
-    gaps=st.tuples(st.integers(0, 5), st.integers(0, 5)), shifts=st.tuples(st.integers(0, 15), st.integers(0, 15)),
-)  # fmt: skip
+    n=n_tiles,
+    k=st.integers(1, 9),
+    seed=seeds,
+    starts=st.tuples(st.integers(0, 5), st.integers(0, 5)),
+    gaps=st.tuples(st.integers(0, 5), st.integers(0, 5)),
+    shifts=st.tuples(st.integers(0, 15), st.integers(0, 15)),
+)
 @example(n=1, k=1, seed=0, starts=(1, 0), gaps=(3, 1), shifts=(3, 5))
-def test_from_and_to_any_place_in_memory(n: int, k: int, seed: int, starts: tuple[int, int], gaps: tuple[int, int], shifts: tuple[int, int]) -> None:
+def test_from_and_to_any_place_in_memory(
+    n: int, k: int, seed: int, starts: tuple[int, int], gaps: tuple[int, int], shifts: tuple[int, int]
+) -> None:
     packed = random_words((64 * n, 2 * k), seed)
     expected = marlin.pack_weight(packed)
-    source, target = (Placed(*shape, *at) for shape, at in zip(((64 * n, k), (k, 64 * n)), zip(starts, gaps, shifts, strict=True), strict=True))
+    source, target = (
+        Placed(*shape, *at)
+        for shape, at in zip(((64 * n, k), (k, 64 * n)), zip(starts, gaps, shifts, strict=True), strict=True)
+    )
     source.rows.array()[:] = packed.view(np.uint64)
     marlin.pack_rows(source.rows, target.rows)
     np.testing.assert_array_equal(target.rows.array().copy().view(np.int32), expected)
@@ -103,7 +116,9 @@ def test_packing_commutes_with_slicing(data: st.DataObject, n: int, k: int, seed
     n0, k0 = data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, k - 1))
     n1, k1 = data.draw(st.integers(n0 + 1, n)), data.draw(st.integers(k0 + 1, k))
     part = np.ascontiguousarray(packed[64 * n0 : 64 * n1, 2 * k0 : 2 * k1])
-    np.testing.assert_array_equal(marlin.pack_weight(part), marlin.pack_weight(packed)[k0:k1, 128 * n0 : 128 * n1])
+    np.testing.assert_array_equal(
+        marlin.pack_weight(part), marlin.pack_weight(packed)[k0:k1, 128 * n0 : 128 * n1]
+    )
     view = Rows.of(packed.view(np.uint64)).part(64 * n0, 64 * (n1 - n0), k0, k1 - k0)
     stored = np.zeros((k1 - k0, 64 * (n1 - n0)), np.uint64)
     marlin.pack_rows(view, Rows.of(stored))
@@ -114,12 +129,17 @@ def test_packing_commutes_with_slicing(data: st.DataObject, n: int, k: int, seed
 @given(n=st.integers(1, 3), m=st.integers(1, 3), k=st.integers(1, 9), seed=seeds)
 def test_rows_joined_are_columns_joined(n: int, m: int, k: int, seed: int) -> None:
     gate, up = random_words((64 * n, 2 * k), seed), random_words((64 * m, 2 * k), seed + 1)
-    np.testing.assert_array_equal(marlin.pack_weight(np.vstack([gate, up])), np.hstack([marlin.pack_weight(gate), marlin.pack_weight(up)]))
+    np.testing.assert_array_equal(
+        marlin.pack_weight(np.vstack([gate, up])),
+        np.hstack([marlin.pack_weight(gate), marlin.pack_weight(up)]),
+    )
 
 
 @many
 @given(data=st.data(), n=st.integers(1, 3), k=st.one_of(st.integers(1, 9), st.just(RUN + 1)), seed=seeds)
-def test_a_flipped_bit_is_found_where_a_gpu_thread_would_read_it(data: st.DataObject, n: int, k: int, seed: int) -> None:
+def test_a_flipped_bit_is_found_where_a_gpu_thread_would_read_it(
+    data: st.DataObject, n: int, k: int, seed: int
+) -> None:
     packed = random_words((64 * n, 2 * k), seed)
     stored = marlin.pack_weight(packed)
     source = Rows.of(packed.view(np.uint64))
@@ -142,25 +162,43 @@ def test_every_single_bit_of_a_tile_is_seen() -> None:
         flat[bit // 32] ^= np.uint32(1 << bit % 32)
     assert marlin.wrong_row(places, source) is None
     # Each row of the tile is 16 codes of 4 bits: each of the 64 rows is named once for each of its bits.
-    assert sorted(at for at in found if at is not None) == sorted((n, 0) for n in range(64) for _ in range(64))
+    assert sorted(at for at in found if at is not None) == sorted(
+        (n, 0) for n in range(64) for _ in range(64)
+    )
 
 
 @many
 @given(data=st.data(), n=st.integers(1, 3), k=st.integers(1, 5), count=st.integers(1, 6), seed=seeds)
-def test_of_several_wrong_places_one_is_named(data: st.DataObject, n: int, k: int, count: int, seed: int) -> None:
+def test_of_several_wrong_places_one_is_named(
+    data: st.DataObject, n: int, k: int, count: int, seed: int
+) -> None:
     packed = random_words((64 * n, 2 * k), seed)
     stored = marlin.pack_weight(packed)
     for _ in range(count):
-        stored[data.draw(st.integers(0, k - 1)), data.draw(st.integers(0, 128 * n - 1))] ^= data.draw(st.integers(1, 2**31 - 1))
-    differ = {(int(j), int(i) // 16 * 16) for i, j in np.argwhere(read_weights(stored) != published_codes(packed).T)}
+        stored[data.draw(st.integers(0, k - 1)), data.draw(st.integers(0, 128 * n - 1))] ^= data.draw(
+            st.integers(1, 2**31 - 1)
+        )
+    differ = {
+        (int(j), int(i) // 16 * 16) for i, j in np.argwhere(read_weights(stored) != published_codes(packed).T)
+    }
     found = marlin.wrong_row(Rows.of(stored.view(np.uint64)), Rows.of(packed.view(np.uint64)))
     assert found in differ if differ else found is None
 
 
-@pytest.mark.parametrize(("source", "target"), [((32, 2), (2, 32)), ((96, 2), (2, 96)), ((64, 2), (2, 128)), ((64, 2), (3, 64)), ((64, 2), (64, 2))])
-@pytest.mark.parametrize("function", [marlin.pack_rows, lambda a, b: marlin.unpack_rows(b, a), lambda a, b: marlin.wrong_row(b, a)])
-def test_shapes_that_do_not_fit_are_refused(function: Any, source: tuple[int, int], target: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match=rf"source of {source[0]} x {source[1]} needs a Marlin side of {source[1]} x {source[0]}"):
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [((32, 2), (2, 32)), ((96, 2), (2, 96)), ((64, 2), (2, 128)), ((64, 2), (3, 64)), ((64, 2), (64, 2))],
+)
+@pytest.mark.parametrize(
+    "function", [marlin.pack_rows, lambda a, b: marlin.unpack_rows(b, a), lambda a, b: marlin.wrong_row(b, a)]
+)
+def test_shapes_that_do_not_fit_are_refused(
+    function: Any, source: tuple[int, int], target: tuple[int, int]
+) -> None:
+    with pytest.raises(
+        ValueError,
+        match=rf"source of {source[0]} x {source[1]} needs a Marlin side of {source[1]} x {source[0]}",
+    ):
         function(Rows.of(np.zeros(source, np.uint64)), Rows.of(np.zeros(target, np.uint64)))
 
 

@@ -33,7 +33,11 @@ MOE = (
     "layout/test_moe_layout.py::test_other_sizes_and_groups",
 )
 PLAN = ("planning/test_output_plan.py", "planning/test_plan_refusals.py")
-SHARDS = ("shards/test_file_format.py::test_every_promise", "shards/test_file_format.py::test_order", "shards/test_file_format.py::test_fused_views")
+SHARDS = (
+    "shards/test_file_format.py::test_every_promise",
+    "shards/test_file_format.py::test_order",
+    "shards/test_file_format.py::test_fused_views",
+)
 BATCH = ("layout/test_moves.py::test_a_batch_is_each_slice_alone[shape0-0-False-False]",)
 PARTS = ("layout/test_moves.py::test_parts_of_slices",)
 ONCE = ("layout/test_moves.py::test_parts_are_all_of_a_slice_once",)
@@ -161,7 +165,11 @@ class _Recorder:
 
 def copy_package(folder: Path) -> Path:
     """The package alone, without caches."""
-    shutil.copytree(ROOT / "convert" / "marlin_convert", folder / "marlin_convert", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "convert" / "marlin_convert",
+        folder / "marlin_convert",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
     return folder
 
 
@@ -213,11 +221,19 @@ def _child(own: Path, tests: tuple[str, ...]) -> None:
         os.environ["NUMBA_CACHE_DIR"] = str(own / "cache")
         sys.path.insert(0, str(own))
         recorder = _Recorder()
-        options = ["-x", "-q", "--tb=short", f"--basetemp={own / 'tmp'}", *(f"-pno:{name}" for name in ("cacheprovider", "xdist", "warnings"))]
+        options = [
+            "-x",
+            "-q",
+            "--tb=short",
+            f"--basetemp={own / 'tmp'}",
+            *(f"-pno:{name}" for name in ("cacheprovider", "xdist", "warnings")),
+        ]
         where = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]
         code = pytest.main([*where, *options, *(str(ROOT / "tests" / test) for test in tests)], [recorder])
         sys.stdout.flush()
-        (own / "report.json").write_text(json.dumps([recorder.killer, str(importlib.import_module("convert").__file__)]))
+        (own / "report.json").write_text(
+            json.dumps([recorder.killer, str(importlib.import_module("convert").__file__)])
+        )
     finally:
         os._exit(int(code))
 

@@ -28,13 +28,25 @@ def test_there_are_enough() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="runs tests in forks")
 def test_all_of_them_die(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, str(SCRIPT), str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(tmp_path)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     outcomes = {outcome["name"]: outcome for outcome in map(json.loads, done.stdout.splitlines())}
     assert outcomes.keys() == {"untouched", *(mutant.name for mutant in MUTANTS)}, done.stderr
     for outcome in outcomes.values():
-        assert Path(outcome["imported"]).is_relative_to(tmp_path), f"{outcome['name']} ran against {outcome['imported']}: {outcome['output']}"
+        assert Path(outcome["imported"]).is_relative_to(tmp_path), (
+            f"{outcome['name']} ran against {outcome['imported']}: {outcome['output']}"
+        )
     assert outcomes["untouched"]["code"] == 0, outcomes.pop("untouched")["output"]
     del outcomes["untouched"]
-    alive = {name: outcome["output"] for name, outcome in outcomes.items() if outcome["code"] != 1 or not outcome["killer"]}
+    alive = {
+        name: outcome["output"]
+        for name, outcome in outcomes.items()
+        if outcome["code"] != 1 or not outcome["killer"]
+    }
     assert not alive
     assert done.returncode == 0

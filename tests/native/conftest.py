@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from checkpoints import make_small
 from damage import flip
+
+from checkpoints import make_small
 
 HERE = Path(__file__).parent
 #: A sanitizer that finds something must not look like a refusal, which is exit code 1.
@@ -24,7 +25,13 @@ def _missing() -> str:
         if shutil.which(program) is None:
             return f"{program} is not installed"
     for header, package in (("nlohmann/json.hpp", "nlohmann-json3-dev"), ("xxhash.h", "libxxhash-dev")):
-        probe = subprocess.run(["g++", "-E", "-x", "c++", "-"], input=f"#include <{header}>", capture_output=True, text=True, check=False)
+        probe = subprocess.run(
+            ["g++", "-E", "-x", "c++", "-"],
+            input=f"#include <{header}>",
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if probe.returncode:
             return f"{header} (Debian's {package}) is not installed"
     return ""
@@ -36,9 +43,14 @@ class Programs:
 
     folder: Path
 
-    def __call__(self, name: str, *arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    def __call__(
+        self, name: str, *arguments: object, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
         """Run one; a sanitizer's finding, a crash or a hang fails the test."""
-        sanitizers = {"ASAN_OPTIONS": f"exitcode={SANITIZER_EXIT}", "UBSAN_OPTIONS": f"exitcode={SANITIZER_EXIT}"}
+        sanitizers = {
+            "ASAN_OPTIONS": f"exitcode={SANITIZER_EXIT}",
+            "UBSAN_OPTIONS": f"exitcode={SANITIZER_EXIT}",
+        }
         result = subprocess.run(
             [str(self.folder / name), *map(str, arguments)],
             capture_output=True,
@@ -58,7 +70,10 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     build = tmp_path_factory.mktemp("native")
     configure = ["cmake", "-S", HERE, "-B", build, "-DMARLIN_SANITIZE=ON", "-DCMAKE_BUILD_TYPE=Debug"]
     # Line tables are all that a sanitizer's report needs.
-    for command in ([*configure, "-DCMAKE_CXX_FLAGS_DEBUG=-O0 -g1"], ["cmake", "--build", build, "--parallel", "2"]):
+    for command in (
+        [*configure, "-DCMAKE_CXX_FLAGS_DEBUG=-O0 -g1"],
+        ["cmake", "--build", build, "--parallel", "2"],
+    ):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
     return Programs(build)
@@ -66,7 +81,9 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
 
 @pytest.fixture(scope="session")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int, int], Path]:
-    """A converted folder for (tp, ep, source); made once and not to be changed. Source 1 is 0 but for one bit, where identity looks."""
+    """A converted folder for (tp, ep, source); made once and not to be changed. Source 1 is 0 but for one
+    bit, where identity looks.
+    """
     from marlin_convert.pipeline.convert import convert
 
     folder = tmp_path_factory.mktemp("converted")

@@ -19,9 +19,22 @@ Outputs = Callable[..., Path]
 @pytest.mark.parametrize("path", ["mmap", "ring", "direct"])
 @pytest.mark.parametrize("threads", [1, 5])
 @pytest.mark.parametrize("buffers", [1, 3])
-def test_every_byte_arrives(programs: Programs, outputs: Outputs, path: str, threads: int, buffers: int) -> None:
+def test_every_byte_arrives(
+    programs: Programs, outputs: Outputs, path: str, threads: int, buffers: int
+) -> None:
     out = outputs(8, 1, 0)
-    options = ("--threads", threads, "--buffers", buffers, "--chunk", "64k", "--repeat", 2, "--check", "--json")
+    options = (
+        "--threads",
+        threads,
+        "--buffers",
+        buffers,
+        "--chunk",
+        "64k",
+        "--repeat",
+        2,
+        "--check",
+        "--json",
+    )
     result = programs("fake_load_rank", out, 2, "--path", path, *options)
     if path == "direct" and "cannot be opened: Invalid argument" in result.stderr:
         pytest.skip("this file system has no O_DIRECT")
@@ -29,7 +42,12 @@ def test_every_byte_arrives(programs: Programs, outputs: Outputs, path: str, thr
     runs = json.loads(result.stdout)["runs"]
     assert len(runs) == 2
     for run in runs:
-        assert (run["path"], run["threads"], run["chunk_bytes"], run["checked"]) == (path, threads, 65536, True)
+        assert (run["path"], run["threads"], run["chunk_bytes"], run["checked"]) == (
+            path,
+            threads,
+            65536,
+            True,
+        )
         files = sorted((out / "rank-02-of-08").glob("*.safetensors"))
         headers = sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in files)
         assert run["bytes"] == sum(file.stat().st_size for file in files) - headers
@@ -69,7 +87,9 @@ def test_it_chooses_by_the_page_cache(programs: Programs, outputs: Outputs, cach
         ({"FAKE_CUDA_REGISTER_LIMIT": "3"}, "fake out of memory"),
     ],
 )
-def test_a_path_that_was_asked_for_fails_aloud(programs: Programs, outputs: Outputs, env: dict[str, str], message: str) -> None:
+def test_a_path_that_was_asked_for_fails_aloud(
+    programs: Programs, outputs: Outputs, env: dict[str, str], message: str
+) -> None:
     result = programs("fake_load_rank", outputs(8, 1, 0), 0, "--path", "mmap", "--chunk", "64k", env=env)
     assert result.returncode == 1
     assert message in result.stderr
@@ -83,7 +103,9 @@ def test_check_finds_one_bit(programs: Programs, copied: Path) -> None:
     assert "layer-001" in result.stderr
 
 
-@pytest.mark.parametrize("options", [("--path", "fast"), ("--buffers", "0"), ("--chunk", "3k"), ("--threads",)])
+@pytest.mark.parametrize(
+    "options", [("--path", "fast"), ("--buffers", "0"), ("--chunk", "3k"), ("--threads",)]
+)
 def test_usage(programs: Programs, outputs: Outputs, options: tuple[str, ...]) -> None:
     result = programs("fake_load_rank", outputs(8, 1, 0), 0, *options)
     assert result.returncode == 2

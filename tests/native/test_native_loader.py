@@ -29,11 +29,14 @@ def _range(raw: bytes, offset: int, size: int) -> str:
     return _digest(raw[offset : offset + size])
 
 
-# -- what it reads ----------------------------------------------------------------------------------------------------
+# -- what it reads
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("tp", "ep", "rank"), [(8, 1, 0), (8, 1, 7), (4, 2, 3), (4, 4, 1)])
-def test_views_are_what_python_reads(programs: Programs, outputs: Outputs, tp: int, ep: int, rank: int) -> None:
+def test_views_are_what_python_reads(
+    programs: Programs, outputs: Outputs, tp: int, ep: int, rank: int
+) -> None:
     out = outputs(tp, ep, 0)
     result = programs("dump_views", out, rank)
     assert result.returncode == 0, result.stderr
@@ -51,7 +54,9 @@ def test_views_are_what_python_reads(programs: Programs, outputs: Outputs, tp: i
         for found, expected in zip(shard["fused"], entry["fused"], strict=True):
             members = [tensor for tensor in entry["tensors"] if tensor["name"] in expected["members"]]
             assert (found["name"], found["shape"]) == (expected["name"], expected["shape"])
-            assert found["digest"] == _range(raw, expected["offset"], sum(tensor["size"] for tensor in members))
+            assert found["digest"] == _range(
+                raw, expected["offset"], sum(tensor["size"] for tensor in members)
+            )
         _check_experts(shard, entry, raw, first=rank // (tp // ep) * (16 // ep), count=16 // ep)
     constants = manifest["model"]
     assert dumped["hidden_size"] == constants["hidden_size"]
@@ -61,7 +66,11 @@ def test_views_are_what_python_reads(programs: Programs, outputs: Outputs, tp: i
 
 
 def _check_experts(shard: dict[str, Any], entry: dict[str, Any], raw: bytes, first: int, count: int) -> None:
-    stacked = {tensor["name"].rpartition(".")[2]: tensor for tensor in entry["tensors"] if "mlp.experts." in tensor["name"]}
+    stacked = {
+        tensor["name"].rpartition(".")[2]: tensor
+        for tensor in entry["tensors"]
+        if "mlp.experts." in tensor["name"]
+    }
     assert bool(stacked) == ("experts" in shard)
     if not stacked:
         return
@@ -88,18 +97,23 @@ def test_info_and_digests(programs: Programs, outputs: Outputs, tp: int, ep: int
         assert f"rank-{rank:02}-of-{tp:02}/layer-001.safetensors" in result.stdout
 
 
-@pytest.mark.parametrize("arguments", [(), ("OUT",), ("OUT", "x"), ("OUT", "-1"), ("OUT", "0", "--frobnicate"), ("OUT", "0", "1")])
+@pytest.mark.parametrize(
+    "arguments", [(), ("OUT",), ("OUT", "x"), ("OUT", "-1"), ("OUT", "0", "--frobnicate"), ("OUT", "0", "1")]
+)
 def test_usage(programs: Programs, arguments: tuple[str, ...]) -> None:
     result = programs("native_loader/shard_info", *arguments)
     assert result.returncode == 2
     assert "usage:" in result.stderr
 
 
-# -- single files that no reader should trust -------------------------------------------------------------------------
+# -- single files that no reader should trust
+# -------------------------------------------------------------------------
 
 
 def _tensors(**changes: Any) -> bytes:
-    """The header of two tensors, 64 bytes; `a` or `b` given replaces fields of that tensor, None removes it."""
+    """The header of two tensors, 64 bytes; `a` or `b` given replaces fields of that tensor, None removes
+    it.
+    """
     document = {
         "a": {"dtype": "I32", "shape": [2, 4], "data_offsets": [0, 32]},
         "b": {"dtype": "BF16", "shape": [16], "data_offsets": [32, 64]},
@@ -113,7 +127,9 @@ def _tensors(**changes: Any) -> bytes:
 
 
 def _renamed(name: str) -> bytes:
-    return json.dumps({name: json.loads(_tensors())["a"], "b": json.loads(_tensors())["b"]}, ensure_ascii=False).encode()
+    return json.dumps(
+        {name: json.loads(_tensors())["a"], "b": json.loads(_tensors())["b"]}, ensure_ascii=False
+    ).encode()
 
 
 HOSTILE: dict[str, tuple[bytes, str]] = {
@@ -165,7 +181,9 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "metadata is a list": (b'{"__metadata__":[],' + _tensors()[1:], "is not an object"),
     "metadata number": (b'{"__metadata__":{"rank":3},' + _tensors()[1:], "no string in rank"),
     "too many tensors": (
-        json.dumps({f"t{i}": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]} for i in range(1025)}).encode(),
+        json.dumps(
+            {f"t{i}": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]} for i in range(1025)}
+        ).encode(),
         "more than 1,024",
     ),
 }
@@ -206,7 +224,9 @@ def test_hostile_headers(programs: Programs, tmp_path: Path) -> None:
 
 
 def test_mutated_headers_never_crash_it(programs: Programs, outputs: Outputs, tmp_path: Path) -> None:
-    """Random damage: the reader may accept what is still valid, but must neither crash nor read out of bounds."""
+    """Random damage: the reader may accept what is still valid, but must neither crash nor read out of
+    bounds.
+    """
     whole = (outputs(8, 1, 0) / SHARD).read_bytes()
     length = int.from_bytes(whole[:8], "little")
     choices = random.Random(5)
@@ -228,7 +248,8 @@ def test_mutated_headers_never_crash_it(programs: Programs, outputs: Outputs, tm
     assert sum(not line.startswith("ok") for line in lines(result)) > len(files) / 2
 
 
-# -- folders that are not what they should be -------------------------------------------------------------------------
+# -- folders that are not what they should be
+# -------------------------------------------------------------------------
 
 
 def _swap(out: Path, one: str, other: str) -> None:
@@ -280,9 +301,15 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "folder": (_replace_by("folder"), SHARD, "not a regular file"),
     "pipe": (_replace_by("pipe"), SHARD, "not a regular file"),
     "link to itself": (_replace_by("loop"), SHARD, "symbolic links"),
-    "swapped ranks": (lambda out: _swap(out, "rank-03-of-08", "rank-04-of-08"), "rank-03", "is of rank 4, expected 3"),
+    "swapped ranks": (
+        lambda out: _swap(out, "rank-03-of-08", "rank-04-of-08"),
+        "rank-03",
+        "is of rank 4, expected 3",
+    ),
     "swapped layers": (
-        lambda out: _swap(out, SHARD, SHARD.replace("001", "002")), SHARD, "is of layer 2, expected 1",
+        lambda out: _swap(out, SHARD, SHARD.replace("001", "002")),
+        SHARD,
+        "is of layer 2, expected 1",
     ),
     "other source": (_set_metadata("source", "0" * 32), SHARD, "is of source 0000"),
     "other tp": (_set_metadata("tp", "4"), SHARD, "is of tp 4, expected 8"),
@@ -292,17 +319,33 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "other version": (_set_metadata("format_version", "2"), SHARD, "is of format_version 2"),
     "other layout": (_set_metadata("layout", "awq"), SHARD, "is of layout awq"),
     "no identity": (
-        lambda out: edit_header(out / SHARD, lambda header: header.pop("__metadata__")), SHARD, "is of format nothing",
+        lambda out: edit_header(out / SHARD, lambda header: header.pop("__metadata__")),
+        SHARD,
+        "is of format nothing",
     ),
     "header is no JSON": (lambda out: with_header(out / SHARD, b"{no}"), SHARD, "not valid JSON"),
     "manifest gone": (lambda out: (out / "manifest.json").unlink(), "manifest.json", "No such file"),
-    "manifest is no JSON": (lambda out: (out / "manifest.json").write_text("{"), "manifest.json", "not valid JSON"),
+    "manifest is no JSON": (
+        lambda out: (out / "manifest.json").write_text("{"),
+        "manifest.json",
+        "not valid JSON",
+    ),
     "manifest is nested": (
-        lambda out: (out / "manifest.json").write_text("[" * 100_000), "manifest.json", "nested too deeply",
+        lambda out: (out / "manifest.json").write_text("[" * 100_000),
+        "manifest.json",
+        "nested too deeply",
     ),
     "format": (_in_manifest(lambda m: m.update(format="x")), "manifest.json", "of the format x"),
-    "version": (_in_manifest(lambda m: m.update(format_version=2)), "manifest.json", "version 2; this loader reads 1"),
-    "version as text": (_in_manifest(lambda m: m.update(format_version="1")), "manifest.json", "format_version"),
+    "version": (
+        _in_manifest(lambda m: m.update(format_version=2)),
+        "manifest.json",
+        "version 2; this loader reads 1",
+    ),
+    "version as text": (
+        _in_manifest(lambda m: m.update(format_version="1")),
+        "manifest.json",
+        "format_version",
+    ),
     "layout": (_in_manifest(lambda m: m["layout"].update(id="x")), "manifest.json", "layout is x"),
     "ep": (_in_manifest(lambda m: m["parallel"].update(ep=3)), "manifest.json", "does not divide tp"),
     "tp of zero": (_in_manifest(lambda m: m["parallel"].update(tp=0)), "manifest.json", "does not divide tp"),
@@ -312,11 +355,21 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "no shards": (_in_manifest(lambda m: m.update(shards=[])), "manifest.json", "lists no shards of rank 3"),
     "no layer": (_in_manifest(lambda m: m["layers"].append(7)), "manifest.json", "rank 3 has no layer-007"),
     "repeated shard": (
-        _in_manifest(lambda m: m["shards"].append(_shard_entry(m))), SHARD, "second shard of its unit",
+        _in_manifest(lambda m: m["shards"].append(_shard_entry(m))),
+        SHARD,
+        "second shard of its unit",
     ),
     "path upwards": (_in_manifest(lambda m: _shard_entry(m).update(path="../x")), "manifest.json", "outside"),
-    "path inside upwards": (_in_manifest(lambda m: _shard_entry(m).update(path="a/../../x")), "manifest.json", "outside"),
-    "absolute path": (_in_manifest(lambda m: _shard_entry(m).update(path="/etc/passwd")), "manifest.json", "outside"),
+    "path inside upwards": (
+        _in_manifest(lambda m: _shard_entry(m).update(path="a/../../x")),
+        "manifest.json",
+        "outside",
+    ),
+    "absolute path": (
+        _in_manifest(lambda m: _shard_entry(m).update(path="/etc/passwd")),
+        "manifest.json",
+        "outside",
+    ),
     "size": (_in_manifest(lambda m: _shard_entry(m).update(size=4096)), SHARD, "the manifest says 4096"),
     "tensor name": (_in_manifest(lambda m: _first_tensor(m, name="x")), SHARD, "where the manifest says x"),
     "tensor dtype": (_in_manifest(lambda m: _first_tensor(m, dtype="F16")), SHARD, "differs in form"),
@@ -324,19 +377,27 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "tensor offset": (_in_manifest(lambda m: _first_tensor(m, offset=0)), SHARD, "differs in form"),
     "tensor gone": (_in_manifest(lambda m: _shard_entry(m)["tensors"].pop()), SHARD, "other tensors"),
     "fused offset": (
-        _in_manifest(lambda m: _shard_entry(m)["fused"][0].update(offset=0)), SHARD, "not made of neighbours",
+        _in_manifest(lambda m: _shard_entry(m)["fused"][0].update(offset=0)),
+        SHARD,
+        "not made of neighbours",
     ),
     "fused shape": (
-        _in_manifest(lambda m: _shard_entry(m)["fused"][0].update(shape=[2**40])), SHARD, "has another size",
+        _in_manifest(lambda m: _shard_entry(m)["fused"][0].update(shape=[2**40])),
+        SHARD,
+        "has another size",
     ),
     "fused overflow": (
-        _in_manifest(lambda m: _shard_entry(m)["fused"][0].update(shape=[2**63, 2])), "manifest.json", "overflows",
+        _in_manifest(lambda m: _shard_entry(m)["fused"][0].update(shape=[2**63, 2])),
+        "manifest.json",
+        "overflows",
     ),
     "fused members": (
-        _in_manifest(lambda m: _shard_entry(m)["fused"][0]["members"].reverse()), SHARD, "not made of neighbours",
+        _in_manifest(lambda m: _shard_entry(m)["fused"][0]["members"].reverse()),
+        SHARD,
+        "not made of neighbours",
     ),
     "no model": (_in_manifest(lambda m: m.pop("model")), "manifest.json", "has no model"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DAMAGED)
@@ -350,7 +411,9 @@ def test_damaged_folders_are_refused(programs: Programs, copied: Path, name: str
     assert result.stderr.count("\n") == 1
 
 
-def test_the_other_source_of_the_same_shapes_is_refused(programs: Programs, outputs: Outputs, copied: Path) -> None:
+def test_the_other_source_of_the_same_shapes_is_refused(
+    programs: Programs, outputs: Outputs, copied: Path
+) -> None:
     shutil.copy(outputs(8, 1, 1) / SHARD, copied / SHARD)
     result = programs("native_loader/shard_info", copied, 3)
     assert result.returncode == 1
@@ -363,7 +426,8 @@ def test_a_link_to_a_shard_is_followed(programs: Programs, copied: Path) -> None
     assert programs("native_loader/shard_info", copied, 3, "--verify").returncode == 0
 
 
-# -- digests ----------------------------------------------------------------------------------------------------------
+# -- digests
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _at(out: Path, name: str) -> int:
@@ -377,7 +441,10 @@ def _flip_in(name: str, offset: int = 0) -> Callable[[Path], None]:
 
 
 FLIPPED: dict[str, tuple[Callable[[Path], None], str]] = {
-    "a norm": (_flip_in("language_model.model.layers.1.input_layernorm.weight"), "input_layernorm.weight does not match"),
+    "a norm": (
+        _flip_in("language_model.model.layers.1.input_layernorm.weight"),
+        "input_layernorm.weight does not match",
+    ),
     "expert 0": (_flip_in(EXPERTS + "w13_weight_packed"), "local expert 0 of"),
     "expert 5": (_flip_in(EXPERTS + "w2_weight_packed", 5 * 4 * 512 * 4 + 9), "local expert 5 of"),
     "a scale": (_flip_in(EXPERTS + "w2_weight_scale", 256 * 2 * 2 * 15), "local expert 15 of"),
@@ -398,7 +465,9 @@ FLIPPED: dict[str, tuple[Callable[[Path], None], str]] = {
 def test_digests_find_one_bit(programs: Programs, copied: Path, name: str) -> None:
     damage, message = FLIPPED[name]
     damage(copied)
-    assert programs("native_loader/shard_info", copied, 3).returncode == 0, "contents are looked at on request only"
+    assert programs("native_loader/shard_info", copied, 3).returncode == 0, (
+        "contents are looked at on request only"
+    )
     result = programs("native_loader/shard_info", copied, 3, "--verify")
     assert result.returncode == 1
     assert message in result.stderr

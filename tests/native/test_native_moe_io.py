@@ -1,4 +1,6 @@
-"""The expected outputs that examples/native_moe is compared with: they are what the converted shards give, by the CPU model of the kernel."""
+"""The expected outputs that examples/native_moe is compared with: they are what the converted shards give, by
+the CPU model of the kernel.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +27,39 @@ def test_expected_outputs(outputs: Callable[..., Path], tmp_path: Path, tp: int,
     arguments = {"tp": tp, "ep": ep, "rank": rank, "layer": 1}
     options = [part for key, value in arguments.items() for part in (f"--{key}", str(value))]
     io = tmp_path / "io.safetensors"
-    command = [sys.executable, SCRIPT, out.parent / "source-0", io, *options, "--tokens", "1,9", "--device", "cpu"]
+    command = [
+        sys.executable,
+        SCRIPT,
+        out.parent / "source-0",
+        io,
+        *options,
+        "--tokens",
+        "1,9",
+        "--device",
+        "cpu",
+    ]
     subprocess.run(command, check=True)
     with safe_open(io, "pt") as file:  # type: ignore[no-untyped-call]
         assert file.metadata() == {key: str(value) for key, value in arguments.items()}
     case = load_file(io)
     layer = load_file(out / f"rank-{rank:02}-of-{tp:02}" / "layer-001.safetensors")
-    stacked = [layer[EXPERTS + name] for name in ("w13_weight_packed", "w13_weight_scale", "w2_weight_packed", "w2_weight_scale")]
+    stacked = [
+        layer[EXPERTS + name]
+        for name in ("w13_weight_packed", "w13_weight_scale", "w2_weight_packed", "w2_weight_scale")
+    ]
     count = stacked[0].shape[0]
     first = rank // (tp // ep) * count
     for tokens in (1, 9):
-        x, ids, weights, expected = (case[f"tokens_{tokens}.{name}"] for name in ("x", "topk_ids", "topk_weights", "expected"))
+        x, ids, weights, expected = (
+            case[f"tokens_{tokens}.{name}"] for name in ("x", "topk_ids", "topk_weights", "expected")
+        )
         assert x.shape == expected.shape == (tokens, 256)
-        found = fused_moe(ReferenceProvider(), x, *stacked, weights, ids, expert_map=contiguous_expert_map(16, first, first + count)).double()
+        found = fused_moe(
+            ReferenceProvider(),
+            x,
+            *stacked,
+            weights,
+            ids,
+            expert_map=contiguous_expert_map(16, first, first + count),
+        ).double()
         assert (found - expected.double()).norm() <= TOLERANCE * expected.double().norm()

@@ -12,16 +12,24 @@ from marlin_convert.pipeline.convert import convert
 from marlin_convert.pipeline.finish import without_secrets
 
 
-@pytest.mark.parametrize(("readme", "lines"), [
-    (b"", []),
-    (b"# no front matter\nlicense: mit\n", []),
-    (b"---\nlicense: mit\n---\n", ["license: mit"]),
-    (b"\xef\xbb\xbf---\r\nlicense: other\r\nlicense_name: modified-mit \r\nlicense_link: LICENSE\r\n---\r\ntext",
-     ["license: other", "license_name: modified-mit", "license_link: LICENSE"]),
-    (b"---\ntags:\n- license: x\n  license: y\nbase_model: a/b\n---\n", []),
-    (b"---\nlicense: mit\n", []),
-    (b"\xff\xfe---", []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("readme", "lines"),
+    [
+        (b"", []),
+        (b"# no front matter\nlicense: mit\n", []),
+        (b"---\nlicense: mit\n---\n", ["license: mit"]),
+        (
+            (
+                b"\xef\xbb\xbf---\r\nlicense: other\r\nlicense_name: modified-mit \r\nlicense_link:"
+                b" LICENSE\r\n---\r\ntext"
+            ),
+            ["license: other", "license_name: modified-mit", "license_link: LICENSE"],
+        ),
+        (b"---\ntags:\n- license: x\n  license: y\nbase_model: a/b\n---\n", []),
+        (b"---\nlicense: mit\n", []),
+        (b"\xff\xfe---", []),
+    ],
+)
 def test_what_is_carried_over(readme: bytes, lines: list[str]) -> None:
     assert carried_lines(readme) == lines
 

@@ -1,4 +1,6 @@
-"""Whole conversions of every form, order and split, against an oracle that shares no code with the converter."""
+"""Whole conversions of every form, order and split, against an oracle that shares no code with the
+converter.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,10 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-import trees
-from checkpoints import Checkpoint, Form, Order, expected_plain, make_small
 from safetensors import safe_open
 
+import trees
+from checkpoints import Checkpoint, Form, Order, expected_plain, make_small
 from marlin_convert.checks.verify import verify
 from marlin_convert.errors import OutputError
 from marlin_convert.pipeline.convert import Report, convert
@@ -70,7 +72,9 @@ def assert_as_the_oracle_says(out: Path, checkpoint: Checkpoint, tp: int, ep: in
                     assert (dtype, shape) == ("U8", [size])
                     assert not shard.array(name).any()
                 elif ".mlp.experts." not in name:
-                    expected = trees.cut(expected_plain(name, plain[name].dtype, plain[name].shape), name, rank, tp)
+                    expected = trees.cut(
+                        expected_plain(name, plain[name].dtype, plain[name].shape), name, rank, tp
+                    )
                     assert dtype == plain[name].dtype
                     np.testing.assert_array_equal(shard.array(name), expected)
                     stored.add(name)
@@ -82,14 +86,18 @@ def assert_as_the_oracle_says(out: Path, checkpoint: Checkpoint, tp: int, ep: in
                 np.testing.assert_array_equal(found.w13_scales, wanted.w13_scales)
                 np.testing.assert_array_equal(found.w2_codes, wanted.w2_codes)
                 np.testing.assert_array_equal(found.w2_scales, wanted.w2_scales)
-        assert stored == {name for name in plain if name.startswith(f"{prefix}model.") or name == f"{prefix}lm_head.weight"}
+        assert stored == {
+            name for name in plain if name.startswith(f"{prefix}model.") or name == f"{prefix}lm_head.weight"
+        }
     common = out / "common" / "common.safetensors"
     if checkpoint.form == "k26":
         shard = trees.read_shard(common)
         names = [entry[0] for entry in shard.entries if not entry[0].startswith("__pad__.")]
         assert sorted(names) == sorted(name for name in plain if not name.startswith(prefix))
         for name in names:
-            np.testing.assert_array_equal(shard.array(name), expected_plain(name, plain[name].dtype, plain[name].shape))
+            np.testing.assert_array_equal(
+                shard.array(name), expected_plain(name, plain[name].dtype, plain[name].shape)
+            )
     else:
         assert not common.exists()
 
@@ -100,7 +108,9 @@ def assert_as_the_oracle_says(out: Path, checkpoint: Checkpoint, tp: int, ep: in
 @pytest.mark.parametrize(("tp", "ep"), SPLITS)
 @pytest.mark.parametrize("order", get_args(Order))
 @pytest.mark.parametrize("form", get_args(Form))
-def test_converts_and_is_proven(make: Any, tmp_path: Path, form: Form, order: Order, tp: int, ep: int) -> None:
+def test_converts_and_is_proven(
+    make: Any, tmp_path: Path, form: Form, order: Order, tp: int, ep: int
+) -> None:
     checkpoint = make(form=form, order=order)
     report = converted(checkpoint, tmp_path / "out", tp, ep)
     assert (report.made, report.found) == (4 if form == "k26" else 3, 0)
@@ -117,7 +127,9 @@ def test_converts_special_checkpoints(make: Any, tmp_path: Path, special: str, t
     assert_proven(tmp_path / "out", checkpoint)
     assert_as_the_oracle_says(tmp_path / "out", checkpoint, tp, ep)
     padding = trees.manifest_of(tmp_path / "out")["parallel"]["padding"]
-    assert padding == ({"moe_intermediate": 32, "padded": 64} if special == "padded" and (tp, ep) == (8, 1) else None)
+    assert padding == (
+        {"moe_intermediate": 32, "padded": 64} if special == "padded" and (tp, ep) == (8, 1) else None
+    )
 
 
 def test_order_of_the_source_changes_no_tensor(make: Any, tmp_path: Path) -> None:
@@ -157,8 +169,14 @@ def test_files_are_as_the_format_page_says(make: Any, tmp_path: Path, form: Form
             assert len(name) < 128
             assert size < 4096 or offset % 4096 == 0 or name in followers
         assert position == len(raw.data) == shard["size"]
-        assert [list(entry) for entry in raw.entries] == [[t["name"], t["dtype"], t["shape"], t["offset"], t["size"]] for t in shard["tensors"]]
-        real = [(size % 4096 == 0, size >= 4096) for name, _, _, _, size in raw.entries if not name.startswith("__pad__.") and name not in followers]
+        assert [list(entry) for entry in raw.entries] == [
+            [t["name"], t["dtype"], t["shape"], t["offset"], t["size"]] for t in shard["tensors"]
+        ]
+        real = [
+            (size % 4096 == 0, size >= 4096)
+            for name, _, _, _, size in raw.entries
+            if not name.startswith("__pad__.") and name not in followers
+        ]
         small = [large for _, large in real]
         assert small == sorted(small, reverse=True)
         folder, file = path.split("/")
@@ -168,9 +186,16 @@ def test_files_are_as_the_format_page_says(make: Any, tmp_path: Path, form: Form
         first = 0 if rank == "common" else int(rank) // moe_tp * local
         routed = layer.isdigit() and int(layer) >= checkpoint.dims.first_k_dense
         assert raw.metadata == {
-            "format": "marlin-convert", "format_version": "1", "layout": "moe_wna16_marlin.u4b8", "source": document["source"]["id"],
-            "tp": str(tp), "ep": str(ep), "rank": rank, "layer": layer, "expert_range": f"{first}:{first + local}" if routed else "0:0",
-        }  # fmt: skip
+            "format": "marlin-convert",
+            "format_version": "1",
+            "layout": "moe_wna16_marlin.u4b8",
+            "source": document["source"]["id"],
+            "tp": str(tp),
+            "ep": str(ep),
+            "rank": rank,
+            "layer": layer,
+            "expert_range": f"{first}:{first + local}" if routed else "0:0",
+        }
         for view in shard["fused"]:
             members = [next(entry for entry in raw.entries if entry[0] == name) for name in view["members"]]
             assert view["offset"] == members[0][3]
@@ -182,18 +207,27 @@ def test_files_are_as_the_format_page_says(make: Any, tmp_path: Path, form: Form
             stored = raw.data[entry["offset"] : entry["offset"] + entry["size"]]
             if "experts" in entry:
                 one = entry["size"] // local
-                parts = b"".join(bytes.fromhex(trees.digest(stored[i * one : (i + 1) * one])) for i in range(local))
+                parts = b"".join(
+                    bytes.fromhex(trees.digest(stored[i * one : (i + 1) * one])) for i in range(local)
+                )
                 assert blob[entry["experts"] : entry["experts"] + 16 * local] == parts
                 assert trees.digest(parts) == entry["digest"]
             else:
                 assert trees.digest(stored) == entry["digest"]
-        assert trees.digest(bytes.fromhex(shard["header"] + "".join(t["digest"] for t in shard["tensors"]))) == shard["digest"]
+        assert (
+            trees.digest(bytes.fromhex(shard["header"] + "".join(t["digest"] for t in shard["tensors"])))
+            == shard["digest"]
+        )
 
 
 def test_fused_views_are_those_of_the_engine(make: Any, tmp_path: Path) -> None:
     converted(make(), tmp_path / "out", 2)
-    views = {view["name"].removeprefix("language_model.model.layers."): view["shape"] for s in trees.manifest_of(tmp_path / "out")["shards"]
-             if s["rank"] == 1 for view in s["fused"]}  # fmt: skip
+    views = {
+        view["name"].removeprefix("language_model.model.layers."): view["shape"]
+        for s in trees.manifest_of(tmp_path / "out")["shards"]
+        if s["rank"] == 1
+        for view in s["fused"]
+    }
     assert views == {
         "0.self_attn.fused_qkv_a_proj_with_mqa.weight": [64 + 80, 256],
         "0.mlp.gate_up_proj.weight": [512, 256],
@@ -204,8 +238,14 @@ def test_fused_views_are_those_of_the_engine(make: Any, tmp_path: Path) -> None:
         for name in shards.fused_names():
             view = shards[name]
             base = name.rpartition("self_attn.fused" if "fused" in name else "gate_up")[0]
-            members = ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa") if "fused" in name else ("gate_proj", "up_proj")
-            np.testing.assert_array_equal(view, np.concatenate([shards[f"{base}{member}.weight"] for member in members]))
+            members = (
+                ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa")
+                if "fused" in name
+                else ("gate_proj", "up_proj")
+            )
+            np.testing.assert_array_equal(
+                view, np.concatenate([shards[f"{base}{member}.weight"] for member in members])
+            )
 
 
 def test_indexes_list_what_is_beside_them(make: Any, tmp_path: Path) -> None:
@@ -243,7 +283,9 @@ def test_all_files_open_with_the_library(make: Any, tmp_path: Path) -> None:
 def test_same_offsets_on_all_ranks(make: Any, tmp_path: Path) -> None:
     converted(make(), tmp_path / "out", 8, 2)
     for unit in ("layer-000", "layer-001", "top"):
-        shards = [trees.read_shard(path) for path in sorted((tmp_path / "out").glob(f"rank-*/{unit}.safetensors"))]
+        shards = [
+            trees.read_shard(path) for path in sorted((tmp_path / "out").glob(f"rank-*/{unit}.safetensors"))
+        ]
         assert len(shards) == 8
         assert all(shard.entries == shards[0].entries for shard in shards)
 
@@ -252,7 +294,14 @@ def test_small_files(make: Any, tmp_path: Path) -> None:
     checkpoint, out = make(), tmp_path / "out"
     converted(checkpoint, out, 2)
     source = checkpoint.folder
-    for name in ("LICENSE", "chat_template.jinja", "configuration_kimi_k25.py", "tiktoken.model", "generation_config.json", "tokenizer_config.json"):
+    for name in (
+        "LICENSE",
+        "chat_template.jinja",
+        "configuration_kimi_k25.py",
+        "tiktoken.model",
+        "generation_config.json",
+        "tokenizer_config.json",
+    ):
         assert (out / name).read_bytes() == (source / name).read_bytes()
     assert (out / "README.md").read_bytes() != (source / "README.md").read_bytes()  # a card of its own
     for name in ("README.md", "config.json", "model.safetensors.index.json"):
@@ -263,9 +312,14 @@ def test_small_files(make: Any, tmp_path: Path) -> None:
         assert kept == data[8 : 8 + int.from_bytes(data[:8], "little")]
     given, made = (json.loads((folder / "config.json").read_text()) for folder in (source, out))
     given["text_config"]["quantization_config"] = {
-        "quant_method": "marlin-convert", "format": "moe_wna16_marlin.u4b8", "format_version": 1, "bits": 4, "group_size": 32, "symmetric": True,
+        "quant_method": "marlin-convert",
+        "format": "moe_wna16_marlin.u4b8",
+        "format_version": 1,
+        "bits": 4,
+        "group_size": 32,
+        "symmetric": True,
         "modules": "routed_experts",
-    }  # fmt: skip
+    }
     assert made == given
     assert trees.manifest_of(out)["source"]["quantization_config_at"] == "text_config"
 
@@ -277,7 +331,10 @@ def test_digests_of_the_source_are_kept(make: Any, tmp_path: Path) -> None:
     expected = b""
     for name in sorted(checkpoint.files):
         raw = trees.read_shard(checkpoint.folder / name)
-        expected += b"".join(bytes.fromhex(trees.digest(raw.data[offset : offset + size])) for _, _, _, offset, size in raw.entries)
+        expected += b"".join(
+            bytes.fromhex(trees.digest(raw.data[offset : offset + size]))
+            for _, _, _, offset, size in raw.entries
+        )
     assert kept == expected
 
 
@@ -289,7 +346,9 @@ def test_manifest_says_nothing_of_when_and_where(make: Any, tmp_path: Path) -> N
     assert str(checkpoint.folder) not in text
     document = json.loads(text)
     assert document["digest"] == trees.digest(text.replace(document["digest"], "0" * 32, 1).encode())
-    assert document["model"]["softmax_scale"] == pytest.approx((32 + 16) ** -0.5 * (0.1 * np.log(64) + 1) ** 2)
+    assert document["model"]["softmax_scale"] == pytest.approx(
+        (32 + 16) ** -0.5 * (0.1 * np.log(64) + 1) ** 2
+    )
 
 
 # The same bytes, however they are made.
@@ -342,12 +401,17 @@ def test_some_layers(make: Any, tmp_path: Path) -> None:
     document = trees.manifest_of(out)
     assert (document["layers"], document["ranks"], document["complete"]) == ([0, 2], [0, 1], False)
     assert sorted(path.name for path in (out / "rank-00-of-02").iterdir()) == [
-        "layer-000.safetensors", "layer-002.safetensors", "model.safetensors.index.json",
-    ]  # fmt: skip
+        "layer-000.safetensors",
+        "layer-002.safetensors",
+        "model.safetensors.index.json",
+    ]
     for source in (None, str(checkpoint.folder)):
         found = verify(out, source)
         assert found.findings == []
-        assert (found.proven, found.unproven) == (sum(tensor.layer in (0, 2) for tensor in checkpoint.tensors.values()), 0)
+        assert (found.proven, found.unproven) == (
+            sum(tensor.layer in (0, 2) for tensor in checkpoint.tensors.values()),
+            0,
+        )
     kept, at = (out / "source" / "digests.bin").read_bytes(), 0
     for name in sorted(checkpoint.files):
         for tensor in checkpoint.files[name]:
@@ -368,7 +432,10 @@ def test_some_ranks(make: Any, tmp_path: Path) -> None:
     assert all(part[path] == whole[path] for path in shards)
     alone, against = verify(out), verify(out, str(checkpoint.folder))
     assert alone.findings == against.findings == []
-    cut = sum(tensor.expert >= 0 or tensor.name.endswith(trees.ROWS + trees.COLUMNS) for tensor in checkpoint.tensors.values())
+    cut = sum(
+        tensor.expert >= 0 or tensor.name.endswith(trees.ROWS + trees.COLUMNS)
+        for tensor in checkpoint.tensors.values()
+    )
     assert (alone.proven, alone.unproven) == (len(checkpoint.tensors) - cut, cut)
     assert (against.proven, against.unproven) == (len(checkpoint.tensors), 0)
 
@@ -379,7 +446,9 @@ def test_ranks_of_one_expert_group_prove_their_experts_alone(make: Any, tmp_path
     report = verify(out)
     assert report.findings == []
     assert report.proven >= 2 * 9
-    stored = trees.read_experts(trees.read_shard(out / "rank-03-of-08" / "layer-001.safetensors"), "language_model.model.layers.1", 32)
+    stored = trees.read_experts(
+        trees.read_shard(out / "rank-03-of-08" / "layer-001.safetensors"), "language_model.model.layers.1", 32
+    )
     for found, wanted in zip(stored, trees.slices_of(checkpoint, 1, 3, 8, 4), strict=True):
         np.testing.assert_array_equal(found.w13_codes, wanted.w13_codes)
         np.testing.assert_array_equal(found.w2_scales, wanted.w2_scales)
@@ -412,31 +481,51 @@ def test_overwrite_leaves_nothing_of_the_old(make: Any, tmp_path: Path) -> None:
     converted(checkpoint, out, 2, overwrite=True)
     converted(checkpoint, tmp_path / "fresh", 2)
     assert trees.tree(out) == trees.tree(tmp_path / "fresh")
-    assert {path.name for path in out.iterdir() if path.is_dir()} == {"common", "source", "rank-00-of-02", "rank-01-of-02"}
+    assert {path.name for path in out.iterdir() if path.is_dir()} == {
+        "common",
+        "source",
+        "rank-00-of-02",
+        "rank-01-of-02",
+    }
 
 
 def test_a_rank_that_is_not_there_cannot_be_opened(make: Any, tmp_path: Path) -> None:
     converted(make(), tmp_path / "out", 2)
     (tmp_path / "out" / "rank-01-of-02" / "top.safetensors").unlink()
-    with open_shards(tmp_path / "out", 1) as shards, pytest.raises(OutputError, match=r"rank-01-of-02/top.safetensors"):
+    with (
+        open_shards(tmp_path / "out", 1) as shards,
+        pytest.raises(OutputError, match=r"rank-01-of-02/top.safetensors"),
+    ):
         shards["language_model.lm_head.weight"]
 
 
-def test_records_hold_what_the_manifest_merges(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_hold_what_the_manifest_merges(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The record of a unit, before it goes: digests that are those of the files."""
     from marlin_convert.pipeline.records import WorkFolder
 
     kept = tmp_path / "kept"
-    monkeypatch.setattr(WorkFolder, "remove", lambda self: shutil.copytree(self.folder, kept) and shutil.rmtree(self.folder))
+    monkeypatch.setattr(
+        WorkFolder, "remove", lambda self: shutil.copytree(self.folder, kept) and shutil.rmtree(self.folder)
+    )
     out = tmp_path / "out"
     converted(make(), out, 2)
-    assert sorted(path.name for path in (kept / "units").iterdir()) == ["common.json", "layer-000.json", "layer-001.json", "top.json"]
+    assert sorted(path.name for path in (kept / "units").iterdir()) == [
+        "common.json",
+        "layer-000.json",
+        "layer-001.json",
+        "top.json",
+    ]
     outer = json.loads((kept / "units" / "layer-001.json").read_text())
     assert outer["digest"] == trees.digest(outer["unit"].encode())
     unit = json.loads(outer["unit"])
-    shards = {shard["rank"]: shard for shard in trees.manifest_of(out)["shards"] if shard["unit"] == "layer-001"}
+    shards = {
+        shard["rank"]: shard for shard in trees.manifest_of(out)["shards"] if shard["unit"] == "layer-001"
+    }
     assert {file["rank"]: file["tensors"] for file in unit["files"]} == {
-        rank: {tensor["name"]: tensor["digest"] for tensor in shard["tensors"]} for rank, shard in shards.items()
+        rank: {tensor["name"]: tensor["digest"] for tensor in shard["tensors"]}
+        for rank, shard in shards.items()
     }
     blob = (out / "digests.bin").read_bytes()
     for rank, name, data in unit["experts"]:

@@ -1,4 +1,6 @@
-"""Conversions that are killed, interrupted or refused by the disk at any place: the same command continues, and the result is the same bytes."""
+"""Conversions that are killed, interrupted or refused by the disk at any place: the same command continues,
+and the result is the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,34 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 import trees
 from checkpoints import Checkpoint
 from forks import Forks
-
 from marlin_convert.checks.verify import verify
 
 #: (call, how far into all calls of that name)
 PLACES = [
-    ("mkdir", 0.0), ("mkdir", 0.99), ("replace", 0.0), ("posix_fallocate", 0.3), ("posix_fallocate", 0.99), ("preadv", 0.5), ("pwrite", 0.0),
-    ("pwrite", 0.4), ("pwrite", 0.99), ("fsync", 0.0), ("fsync", 0.2), ("fsync", 0.6), ("fsync", 0.99),
-    ("replace", 0.3), ("replace", 0.6), ("replace", 0.9),
-    ("replace", 0.999), ("unlink", 0.0), ("rmdir", 0.99),
-]  # fmt: skip
+    ("mkdir", 0.0),
+    ("mkdir", 0.99),
+    ("replace", 0.0),
+    ("posix_fallocate", 0.3),
+    ("posix_fallocate", 0.99),
+    ("preadv", 0.5),
+    ("pwrite", 0.0),
+    ("pwrite", 0.4),
+    ("pwrite", 0.99),
+    ("fsync", 0.0),
+    ("fsync", 0.2),
+    ("fsync", 0.6),
+    ("fsync", 0.99),
+    ("replace", 0.3),
+    ("replace", 0.6),
+    ("replace", 0.9),
+    ("replace", 0.999),
+    ("unlink", 0.0),
+    ("rmdir", 0.99),
+]
 COMMAND = [sys.executable, "-m", "marlin_convert"]
 
 
@@ -40,7 +57,9 @@ def undisturbed(tiny_tp2: Path) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def counts(forks: Forks, tiny: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     """How often each call is made in all."""
-    done = forks.run("convert", tiny.folder, tmp_path_factory.mktemp("counts") / "out", "--tp", 2, "--threads", 2)
+    done = forks.run(
+        "convert", tiny.folder, tmp_path_factory.mktemp("counts") / "out", "--tp", 2, "--threads", 2
+    )
     assert (done.code, done.stderr) == (0, "")
     assert min(done.counts.values()) > 0
     return done.counts
@@ -72,7 +91,13 @@ def assert_continues(forks: Forks, tiny: Checkpoint, out: Path, undisturbed: dic
 
 @pytest.mark.parametrize(("call", "share"), PLACES)
 def test_killed(
-    forks: Forks, counts: dict[str, int], tiny: Checkpoint, tmp_path: Path, undisturbed: dict[str, bytes], call: str, share: float
+    forks: Forks,
+    counts: dict[str, int],
+    tiny: Checkpoint,
+    tmp_path: Path,
+    undisturbed: dict[str, bytes],
+    call: str,
+    share: float,
 ) -> None:
     fault = {"call": call, "number": min(int(counts[call] * share), counts[call] - 1), "action": "SIGKILL"}
     out = tmp_path / "out"
@@ -81,8 +106,12 @@ def test_killed(
     assert_continues(forks, tiny, out, undisturbed)
 
 
-def test_killed_again_and_again(forks: Forks, counts: dict[str, int], tiny: Checkpoint, tmp_path: Path, undisturbed: dict[str, bytes]) -> None:
-    """Each time a little further, until it is done; what comes after the units cannot be cut in pieces, so the last run needs the most."""
+def test_killed_again_and_again(
+    forks: Forks, counts: dict[str, int], tiny: Checkpoint, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
+    """Each time a little further, until it is done; what comes after the units cannot be cut in pieces, so
+    the last run needs the most.
+    """
     out, runs = tmp_path / "out", 0
     while True:
         fault = {"call": "fsync", "number": counts["fsync"] // 6 * (runs + 1), "action": "SIGKILL"}
@@ -96,7 +125,9 @@ def test_killed_again_and_again(forks: Forks, counts: dict[str, int], tiny: Chec
     assert trees.tree(out) == undisturbed
 
 
-def test_killed_while_overwriting(forks: Forks, tiny: Checkpoint, copied: Path, undisturbed: dict[str, bytes]) -> None:
+def test_killed_while_overwriting(
+    forks: Forks, tiny: Checkpoint, copied: Path, undisturbed: dict[str, bytes]
+) -> None:
     """Half of the old is gone: it is no longer taken for a finished conversion."""
     fault = {"call": "unlink", "number": 5, "action": "SIGKILL"}
     done = forks.run("convert", tiny.folder, copied, "--tp", 2, "--overwrite", fault=fault)
@@ -111,13 +142,29 @@ def test_killed_while_overwriting(forks: Forks, tiny: Checkpoint, copied: Path, 
 
 
 @pytest.mark.parametrize(
-    ("call", "share"), [("preadv", 0.0), ("pwrite", 0.5), ("fsync", 0.3), ("replace", 0.55), ("fsync", 0.7), ("fsync", 0.97), ("replace", 0.9)]
+    ("call", "share"),
+    [
+        ("preadv", 0.0),
+        ("pwrite", 0.5),
+        ("fsync", 0.3),
+        ("replace", 0.55),
+        ("fsync", 0.7),
+        ("fsync", 0.97),
+        ("replace", 0.9),
+    ],
 )
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_interrupted(
-    forks: Forks, counts: dict[str, int], tiny: Checkpoint, tmp_path: Path, undisturbed: dict[str, bytes],
-    call: str, share: float, name: str, code: int,
-) -> None:  # fmt: skip
+    forks: Forks,
+    counts: dict[str, int],
+    tiny: Checkpoint,
+    tmp_path: Path,
+    undisturbed: dict[str, bytes],
+    call: str,
+    share: float,
+    name: str,
+    code: int,
+) -> None:
     out = tmp_path / "out"
     fault = {"call": call, "number": int(counts[call] * share), "action": name}
     done = forks.run("convert", tiny.folder, out, "--tp", 2, "--threads", 2, fault=fault)
@@ -131,17 +178,36 @@ def test_interrupted(
 @pytest.mark.parametrize("number", ["ENOSPC", "EIO", "EDQUOT"])
 @pytest.mark.parametrize(
     ("call", "share"),
-    [("posix_fallocate", 0.0), ("posix_fallocate", 0.7), ("pwrite", 0.5), ("fsync", 0.1), ("fsync", 0.5), ("fsync", 0.9), ("replace", 0.9)],
+    [
+        ("posix_fallocate", 0.0),
+        ("posix_fallocate", 0.7),
+        ("pwrite", 0.5),
+        ("fsync", 0.1),
+        ("fsync", 0.5),
+        ("fsync", 0.9),
+        ("replace", 0.9),
+    ],
 )
 def test_refused_by_the_disk(
-    forks: Forks, counts: dict[str, int], tiny: Checkpoint, tmp_path: Path, undisturbed: dict[str, bytes], call: str, share: float, number: str
+    forks: Forks,
+    counts: dict[str, int],
+    tiny: Checkpoint,
+    tmp_path: Path,
+    undisturbed: dict[str, bytes],
+    call: str,
+    share: float,
+    number: str,
 ) -> None:
     out = tmp_path / "out"
     fault = {"call": call, "number": int(counts[call] * share), "action": number}
     done = forks.run("convert", tiny.folder, out, "--tp", 2, "--threads", 2, fault=fault)
     assert done.code == 4
     assert done.stderr.startswith("error: ")
-    assert {"ENOSPC": "No space left on device; free some space", "EIO": "check the disk", "EDQUOT": "free some of your quota"}[number] in done.stderr
+    assert {
+        "ENOSPC": "No space left on device; free some space",
+        "EIO": "check the disk",
+        "EDQUOT": "free some of your quota",
+    }[number] in done.stderr
     assert "run the same command again to continue" in done.stderr
     assert not (out / "manifest.json").exists()
     assert partials(out) == []
@@ -150,7 +216,12 @@ def test_refused_by_the_disk(
 
 @pytest.mark.parametrize("call", ["mkdir", "preadv"])
 def test_other_calls_refused(
-    forks: Forks, counts: dict[str, int], tiny: Checkpoint, tmp_path: Path, undisturbed: dict[str, bytes], call: str
+    forks: Forks,
+    counts: dict[str, int],
+    tiny: Checkpoint,
+    tmp_path: Path,
+    undisturbed: dict[str, bytes],
+    call: str,
 ) -> None:
     out = tmp_path / "out"
     arguments = ("convert", tiny.folder, out, "--tp", 2, "--threads", 2, "--no-direct")
@@ -162,7 +233,9 @@ def test_other_calls_refused(
     assert_continues(forks, tiny, out, undisturbed)
 
 
-def test_unreadable_once_directly(forks: Forks, counts: dict[str, int], tiny: Checkpoint, tmp_path: Path, undisturbed: dict[str, bytes]) -> None:
+def test_unreadable_once_directly(
+    forks: Forks, counts: dict[str, int], tiny: Checkpoint, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
     """Direct reads that fail where ordinary ones do not are no error."""
     fault = {"call": "preadv", "number": counts["preadv"] // 2, "action": "EINVAL"}
     done = forks.run("convert", tiny.folder, tmp_path / "out", "--tp", 2, "--threads", 2, fault=fault)
@@ -173,10 +246,18 @@ def test_unreadable_once_directly(forks: Forks, counts: dict[str, int], tiny: Ch
 # Two at a time.
 
 
-def test_second_process_is_refused(forks: Forks, counts: dict[str, int], tiny: Checkpoint, tmp_path: Path, undisturbed: dict[str, bytes]) -> None:
+def test_second_process_is_refused(
+    forks: Forks, counts: dict[str, int], tiny: Checkpoint, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
     out, result = tmp_path / "out", tmp_path / "result"
     second = [*COMMAND, "convert", str(tiny.folder), str(out), "--tp", "2"]
-    fault = {"call": "fsync", "number": counts["fsync"] // 2, "action": "run", "command": second, "result": str(result)}
+    fault = {
+        "call": "fsync",
+        "number": counts["fsync"] // 2,
+        "action": "run",
+        "command": second,
+        "result": str(result),
+    }
     done = forks.run("convert", tiny.folder, out, "--tp", 2, "--threads", 1, fault=fault)
     assert done.code == 0
     code, stdout, stderr = json.loads(result.read_text())
@@ -186,7 +267,9 @@ def test_second_process_is_refused(forks: Forks, counts: dict[str, int], tiny: C
 
 
 @pytest.mark.parametrize("overwrite", [(), ("--overwrite",)])
-def test_locked_folder_is_left_alone(forks: Forks, tiny: Checkpoint, copied: Path, overwrite: tuple[str, ...]) -> None:
+def test_locked_folder_is_left_alone(
+    forks: Forks, tiny: Checkpoint, copied: Path, overwrite: tuple[str, ...]
+) -> None:
     before = trees.tree(copied, without=())
     descriptor = os.open(copied, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -200,7 +283,9 @@ def test_locked_folder_is_left_alone(forks: Forks, tiny: Checkpoint, copied: Pat
 # Real signals, real system errors.
 
 
-def test_real_process_interrupted(tiny: Checkpoint, tmp_path: Path, forks: Forks, undisturbed: dict[str, bytes]) -> None:
+def test_real_process_interrupted(
+    tiny: Checkpoint, tmp_path: Path, forks: Forks, undisturbed: dict[str, bytes]
+) -> None:
     """The whole command, from outside, at whatever place it is when its first file appears."""
     out = tmp_path / "out"
     command = [*COMMAND, "convert", str(tiny.folder), str(out), "--tp", "2", "--threads", "1"]
@@ -236,10 +321,17 @@ def strace(*options: str) -> list[str]:
         ("fsync:error=EIO:when=12", "Input/output error; check the disk"),
     ],
 )
-def test_system_refuses(tiny: Checkpoint, tmp_path: Path, forks: Forks, undisturbed: dict[str, bytes], injected: str, said: str) -> None:
+def test_system_refuses(
+    tiny: Checkpoint, tmp_path: Path, forks: Forks, undisturbed: dict[str, bytes], injected: str, said: str
+) -> None:
     out = tmp_path / "out"
     prefix = strace("-e", f"trace={injected.partition(':')[0]}", "-e", f"inject={injected}")
-    done = subprocess.run([*prefix, *COMMAND, "convert", str(tiny.folder), str(out), "--tp", "2"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*prefix, *COMMAND, "convert", str(tiny.folder), str(out), "--tp", "2"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 4
     assert said in done.stderr
     assert not (out / "manifest.json").exists()
@@ -252,14 +344,21 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own with room for about half of the output."""
     place = tmp_path / "disk"
     place.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(place)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(place)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode != 0:
         pytest.skip(f"a file system cannot be mounted here: {done.stderr.strip()}")
     yield place
     subprocess.run(["umount", str(place)], check=True)
 
 
-def test_small_disk_is_refused_before_anything_is_written(forks: Forks, tiny: Checkpoint, small_disk: Path) -> None:
+def test_small_disk_is_refused_before_anything_is_written(
+    forks: Forks, tiny: Checkpoint, small_disk: Path
+) -> None:
     done = forks.run("convert", tiny.folder, small_disk / "out", "--tp", 2)
     assert done.code == 4
     assert re.search(r": \d+ MB are still to be written but only \d+ MB are free", done.stderr)
@@ -267,7 +366,12 @@ def test_small_disk_is_refused_before_anything_is_written(forks: Forks, tiny: Ch
 
 
 def test_disk_that_fills_up(
-    forks: Forks, tiny: Checkpoint, tmp_path: Path, small_disk: Path, undisturbed: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+    forks: Forks,
+    tiny: Checkpoint,
+    tmp_path: Path,
+    small_disk: Path,
+    undisturbed: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Somebody else takes the space after the check; later there is some again."""
     from marlin_convert.errors import MachineError
@@ -275,7 +379,10 @@ def test_disk_that_fills_up(
 
     out = small_disk / "out"
     monkeypatch.setattr(pipeline, "refuse_full_disk", lambda *arguments: None)
-    with pytest.raises(MachineError, match=r"No space left on device; free some space, then run the same command again to continue"):
+    with pytest.raises(
+        MachineError,
+        match=r"No space left on device; free some space, then run the same command again to continue",
+    ):
         pipeline.convert(str(tiny.folder), out, tp=2, threads=1)
     assert partials(out) == []
     subprocess.run(["mount", "-o", "remount,size=100m", str(small_disk)], check=True)

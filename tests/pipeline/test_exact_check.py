@@ -1,4 +1,6 @@
-"""`--verify exact` keeps a wrong buffer from being written: one that differs by a bit ends the conversion, by name, and nothing of it is kept."""
+"""`--verify exact` keeps a wrong buffer from being written: one that differs by a bit ends the conversion, by
+name, and nothing of it is kept.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import make_small
 
+from checkpoints import make_small
 from marlin_convert import convert
 from marlin_convert.errors import ConvertError
 from marlin_convert.layout import scales, words
@@ -31,9 +33,15 @@ def damage(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
         table_function(memory, target, table, False)
         target[table[-1, 4]] ^= np.uint64(1)
         for i, (s_base, s_stride, rows, cols, m_base, m_stride, *_) in enumerate(table if check else ()):
-            if module is words and words.first_wrong_word(target, m_base, m_stride, rows, cols, memory, s_base, s_stride) >= 0:
+            if (
+                module is words
+                and words.first_wrong_word(target, m_base, m_stride, rows, cols, memory, s_base, s_stride)
+                >= 0
+            ):
                 return i
-            if module is scales and scales.scale_words_differ(memory, s_base, s_stride, rows, cols, target, m_base, m_stride):
+            if module is scales and scales.scale_words_differ(
+                memory, s_base, s_stride, rows, cols, target, m_base, m_stride
+            ):
                 return i
         return -1
 
@@ -41,9 +49,17 @@ def damage(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["weight_packed", "weight_scale"])
-def test_a_wrong_bit_of_an_expert(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+def test_a_wrong_bit_of_an_expert(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
     damage(monkeypatch, what)
-    with pytest.raises(ConvertError, match=rf"layer-001, expert \d+, up_proj, rank 1: the repacked buffer does not invert .* {what} differs at row"):
+    with pytest.raises(
+        ConvertError,
+        match=(
+            rf"layer-001, expert \d+, up_proj, rank 1: the repacked buffer does not invert .* {what} differs"
+            r" at row"
+        ),
+    ):
         convert(str(source), tmp_path / "out", tp=2, threads=1)
     assert not list((tmp_path / "out").rglob("layer-001.safetensors*"))
     assert not (tmp_path / "out" / "manifest.json").exists()
@@ -51,7 +67,10 @@ def test_a_wrong_bit_of_an_expert(source: Path, tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / "unproven" / "manifest.json").exists()
     monkeypatch.undo()
     convert(str(source), tmp_path / "out", tp=2)
-    right, wrong = ((tmp_path / out / "rank-01-of-02" / "layer-001.safetensors").read_bytes() for out in ("out", "unproven"))
+    right, wrong = (
+        (tmp_path / out / "rank-01-of-02" / "layer-001.safetensors").read_bytes()
+        for out in ("out", "unproven")
+    )
     assert len(right) == len(wrong)
     assert right != wrong
 
@@ -67,9 +86,13 @@ class Damaging:
         target[-1, -1] ^= 1
 
 
-def test_a_wrong_byte_of_another_tensor(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_byte_of_another_tensor(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tensor_job, "np", Damaging())
-    with pytest.raises(ConvertError, match=r", rank \d: a copied slice differs from the source; faulty memory is likely"):
+    with pytest.raises(
+        ConvertError, match=r", rank \d: a copied slice differs from the source; faulty memory is likely"
+    ):
         convert(str(source), tmp_path / "out", tp=2)
     assert not (tmp_path / "out" / "manifest.json").exists()
     convert(str(source), tmp_path / "unproven", tp=2, verify="none")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 import trees
 from checkpoints import Checkpoint, make_small
 from forks import Forks
@@ -44,7 +45,9 @@ def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 def edit_index(folder: Path, changes: dict[str, str]) -> None:
     """Change where the index says that tensors are."""
-    edit_json(folder / "model.safetensors.index.json", lambda document: document["weight_map"].update(changes))
+    edit_json(
+        folder / "model.safetensors.index.json", lambda document: document["weight_map"].update(changes)
+    )
 
 
 def without_tensor(folder: Path, name: str) -> None:
@@ -114,45 +117,95 @@ def quantization(**changes: Any) -> Callable[[Path], None]:
 
 #: what is wrong with the source, and words of the message
 SOURCES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing expert tensor": (lambda f: without_tensor(f, f"{EXPERT}.weight_scale"), f"{EXPERT}.weight_scale missing"),
-    "missing plain tensor": (lambda f: without_tensor(f, "language_model.lm_head.weight"), "language_model.lm_head.weight is missing"),
-    "missing file": (lambda f: shards_of(f)[1].unlink(), "1 of 6 weight files are missing: model-00002-of-000006.safetensors"),
-    "file more": (lambda f: shutil.copy(shards_of(f)[0], f / "model-x.safetensors"), "model-x.safetensors lies in the folder but is not in"),
-    "truncated file": (lambda f: os.truncate(shards_of(f)[1], shards_of(f)[1].stat().st_size - 1), "it is truncated"),
+    "missing expert tensor": (
+        lambda f: without_tensor(f, f"{EXPERT}.weight_scale"),
+        f"{EXPERT}.weight_scale missing",
+    ),
+    "missing plain tensor": (
+        lambda f: without_tensor(f, "language_model.lm_head.weight"),
+        "language_model.lm_head.weight is missing",
+    ),
+    "missing file": (
+        lambda f: shards_of(f)[1].unlink(),
+        "1 of 6 weight files are missing: model-00002-of-000006.safetensors",
+    ),
+    "file more": (
+        lambda f: shutil.copy(shards_of(f)[0], f / "model-x.safetensors"),
+        "model-x.safetensors lies in the folder but is not in",
+    ),
+    "truncated file": (
+        lambda f: os.truncate(shards_of(f)[1], shards_of(f)[1].stat().st_size - 1),
+        "it is truncated",
+    ),
     "truncated header": (lambda f: os.truncate(shards_of(f)[1], 100), "it is truncated"),
     "empty file": (lambda f: os.truncate(shards_of(f)[1], 0), "0 bytes is too short"),
     "longer file": (lambda f: shards_of(f)[1].open("ab").write(b"x"), "longer than its header says"),
-    "wrong dtype": (retype("language_model.model.norm.weight", "F16"), f"model.norm.weight in {FOURTH} is F16"),
-    "wrong dtype of scales": (retype(f"{EXPERT}.weight_scale", "F16"), f"{EXPERT}.weight_scale in {SECOND} is F16, expected BF16"),
-    "wrong shape": (retype(f"{EXPERT}.weight_packed", "I64", 2), f"{EXPERT}.weight_packed in {SECOND} is I64, expected I32"),
+    "wrong dtype": (
+        retype("language_model.model.norm.weight", "F16"),
+        f"model.norm.weight in {FOURTH} is F16",
+    ),
+    "wrong dtype of scales": (
+        retype(f"{EXPERT}.weight_scale", "F16"),
+        f"{EXPERT}.weight_scale in {SECOND} is F16, expected BF16",
+    ),
+    "wrong shape": (
+        retype(f"{EXPERT}.weight_packed", "I64", 2),
+        f"{EXPERT}.weight_packed in {SECOND} is I64, expected I32",
+    ),
     "unknown tensor": (
-        lambda f: rename_tensor(f, "mm_projector.pre_norm.bias", "mm_projector.pre_norm.bias2"), "mm_projector.pre_norm.bias is missing"
+        lambda f: rename_tensor(f, "mm_projector.pre_norm.bias", "mm_projector.pre_norm.bias2"),
+        "mm_projector.pre_norm.bias is missing",
     ),
     "unknown dtype": (retype("language_model.model.norm.weight", "Q4"), "has the unknown dtype 'Q4'"),
     "index names another file": (
-        lambda f: edit_index(f, {"language_model.lm_head.weight": shards_of(f)[0].name}), f"language_model.lm_head.weight is in {FOURTH}, but"
+        lambda f: edit_index(f, {"language_model.lm_head.weight": shards_of(f)[0].name}),
+        f"language_model.lm_head.weight is in {FOURTH}, but",
     ),
     "index leaves the folder": (
-        lambda f: edit_index(f, {"x": "../x.safetensors"}), "'../x.safetensors' is not that of"
+        lambda f: edit_index(f, {"x": "../x.safetensors"}),
+        "'../x.safetensors' is not that of",
     ),
-    "damaged index": (lambda f: (f / "model.safetensors.index.json").write_text("{"), "model.safetensors.index.json: not valid JSON"),
-    "damaged config": (lambda f: (f / "config.json").write_text('{"architectures": ['), "config.json: not valid JSON"),
-    "config that is a list": (lambda f: (f / "config.json").write_text("[]"), "config.json: not a JSON object"),
+    "damaged index": (
+        lambda f: (f / "model.safetensors.index.json").write_text("{"),
+        "model.safetensors.index.json: not valid JSON",
+    ),
+    "damaged config": (
+        lambda f: (f / "config.json").write_text('{"architectures": ['),
+        "config.json: not valid JSON",
+    ),
+    "config that is a list": (
+        lambda f: (f / "config.json").write_text("[]"),
+        "config.json: not a JSON object",
+    ),
     "no config": (lambda f: (f / "config.json").unlink(), "config.json is missing"),
-    "another family": (lambda f: edit_json(f / "config.json", lambda d: d.update(architectures=["LlamaForCausalLM"])), "only the Kimi-K2 family"),
-    "more layers than there are": (lambda f: edit_json(f / "config.json", lambda d: d["text_config"].update(num_hidden_layers=4)), "layers.3."),
-    "fewer experts": (lambda f: edit_json(f / "config.json", lambda d: d["text_config"].update(n_routed_experts=3)), "mlp.gate.weight"),
+    "another family": (
+        lambda f: edit_json(f / "config.json", lambda d: d.update(architectures=["LlamaForCausalLM"])),
+        "only the Kimi-K2 family",
+    ),
+    "more layers than there are": (
+        lambda f: edit_json(f / "config.json", lambda d: d["text_config"].update(num_hidden_layers=4)),
+        "layers.3.",
+    ),
+    "fewer experts": (
+        lambda f: edit_json(f / "config.json", lambda d: d["text_config"].update(n_routed_experts=3)),
+        "mlp.gate.weight",
+    ),
     "8 bit": (quantization(num_bits=8), "num_bits is 8"),
     "act-order": (quantization(actorder="group"), "actorder is 'group'"),
     "asymmetric": (quantization(symmetric=False), "symmetric is False"),
     "not a file": (lambda f: (shards_of(f)[1].unlink(), (f / SECOND).mkdir()), "model-00002-of-000006"),
-    "dangling link": (lambda f: (shards_of(f)[1].unlink(), (f / SECOND).symlink_to("nowhere")), "model-00002-of-000006"),
-}  # fmt: skip
+    "dangling link": (
+        lambda f: (shards_of(f)[1].unlink(), (f / SECOND).symlink_to("nowhere")),
+        "model-00002-of-000006",
+    ),
+}
 
 
 @pytest.mark.parametrize("what", SOURCES)
 @pytest.mark.parametrize("verb", ["plan", "convert"])
-def test_source_that_is_not_what_it_should_be(copied_source: Path, tmp_path: Path, command: Command, what: str, verb: str) -> None:
+def test_source_that_is_not_what_it_should_be(
+    copied_source: Path, tmp_path: Path, command: Command, what: str, verb: str
+) -> None:
     spoil, words = SOURCES[what]
     spoil(copied_source)
     code, stdout, stderr = command(verb, copied_source, tmp_path / "out", "--tp", 2)
@@ -169,9 +222,15 @@ def test_extra_tensor(copied_source: Path, tmp_path: Path, command: Command) -> 
     raw = trees.read_shard(path)
     name = "language_model.model.layers.0.self_attn.extra.weight"
     end = len(raw.data) - raw.start
-    edit_header(path, lambda header: header.update({name: {"dtype": "BF16", "shape": [2], "data_offsets": [end, end + 4]}}))
+    edit_header(
+        path,
+        lambda header: header.update({name: {"dtype": "BF16", "shape": [2], "data_offsets": [end, end + 4]}}),
+    )
     path.write_bytes(path.read_bytes() + bytes(4))
-    edit_json(copied_source / "model.safetensors.index.json", lambda document: document["weight_map"].update({name: path.name}))
+    edit_json(
+        copied_source / "model.safetensors.index.json",
+        lambda document: document["weight_map"].update({name: path.name}),
+    )
     code, _, stderr = command("convert", copied_source, tmp_path / "out", "--tp", 2)
     assert code == 3
     assert f"1 tensors have no rule, such as {name}" in stderr
@@ -209,9 +268,15 @@ def test_folder_that_may_not_be_written(tiny: Checkpoint, tmp_path: Path, comman
 REQUESTS: dict[str, tuple[tuple[object, ...], str]] = {
     "tp that does not divide": (("--tp", 3), "not divisible by moe_tp = 3"),
     "tp that does not divide the heads": (("--tp", 16, "--ep", 4), "--tp 16 does not divide"),
-    "a cut group": (("--tp", 16), "a slice of 16 of the experts' intermediate size 256 at moe_tp = 16 would cut a group of 32"),
+    "a cut group": (
+        ("--tp", 16),
+        "a slice of 16 of the experts' intermediate size 256 at moe_tp = 16 would cut a group of 32",
+    ),
     "ep that does not divide tp": (("--tp", 4, "--ep", 3), "--ep 3 does not divide --tp 4"),
-    "ep that does not divide the experts": (("--tp", 8, "--ep", 8), "--ep 8 does not divide the 4 routed experts"),
+    "ep that does not divide the experts": (
+        ("--tp", 8, "--ep", 8),
+        "--ep 8 does not divide the 4 routed experts",
+    ),
     "more than 64 slices": (("--tp", 128), "at most 64"),
     "no such layer": (("--tp", 2, "--layers", "3"), "there is no layer 3; they run from 0 to 2"),
     "no such rank": (("--tp", 2, "--ranks", "1,2"), "there is no rank 2; they run from 0 to 1"),
@@ -233,7 +298,9 @@ def test_request_that_cannot_be_met(tiny: Checkpoint, tmp_path: Path, command: C
     assert not (tmp_path / "out").exists()
 
 
-def test_memory_that_is_too_little(tiny: Checkpoint, tiny_tp2: Path, tmp_path: Path, command: Command) -> None:
+def test_memory_that_is_too_little(
+    tiny: Checkpoint, tiny_tp2: Path, tmp_path: Path, command: Command
+) -> None:
     out = tmp_path / "out"
     code, _, stderr = command("convert", tiny.folder, out, "--tp", 2, "--memory", "100k")
     assert code == 2
@@ -276,7 +343,9 @@ def test_output_in_the_source_by_another_name(copied_source: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("overwrite", [(), ("--overwrite",)])
 @pytest.mark.parametrize("foreign", ["notes.txt", "rank-00-of-02/layer-000.safetensors", "manifest.json"])
-def test_output_that_holds_something_else(tiny: Checkpoint, tmp_path: Path, command: Command, foreign: str, overwrite: tuple[str, ...]) -> None:
+def test_output_that_holds_something_else(
+    tiny: Checkpoint, tmp_path: Path, command: Command, foreign: str, overwrite: tuple[str, ...]
+) -> None:
     out = tmp_path / "out"
     (out / foreign).parent.mkdir(parents=True)
     (out / foreign).write_text("{}")
@@ -308,11 +377,17 @@ def test_file_as_source(tiny: Checkpoint, tmp_path: Path, command: Command) -> N
 
 
 @pytest.mark.parametrize("folder", ["nowhere", "empty", "checkpoint"])
-def test_verify_of_what_is_no_conversion(tiny: Checkpoint, tmp_path: Path, command: Command, folder: str) -> None:
+def test_verify_of_what_is_no_conversion(
+    tiny: Checkpoint, tmp_path: Path, command: Command, folder: str
+) -> None:
     place = {"nowhere": tmp_path / "nowhere", "empty": tmp_path, "checkpoint": tiny.folder}[folder]
     code, _, stderr = command("verify", place)
     assert code == (1 if folder == "empty" else 2)
-    said = {"nowhere": "is not a folder", "empty": "has no manifest.json; is it a converted folder?", "checkpoint": "give the output folder instead"}
+    said = {
+        "nowhere": "is not a folder",
+        "empty": "has no manifest.json; is it a converted folder?",
+        "checkpoint": "give the output folder instead",
+    }
     assert said[folder] in stderr
 
 
@@ -326,7 +401,9 @@ def test_verify_with_the_source_first(tiny: Checkpoint, copied: Path, command: C
 
 
 @pytest.fixture(params=["finished", "unfinished"])
-def begun(request: pytest.FixtureRequest, forks: Forks, tiny: Checkpoint, copied: Path, tmp_path: Path) -> Iterator[Path]:
+def begun(
+    request: pytest.FixtureRequest, forks: Forks, tiny: Checkpoint, copied: Path, tmp_path: Path
+) -> Iterator[Path]:
     """A conversion for tp 2 that is finished, and one that was killed."""
     if request.param == "finished":
         yield copied
@@ -347,8 +424,12 @@ OTHER_OPTIONS: dict[str, tuple[tuple[object, ...], str]] = {
 }
 
 
-def test_other_proof_on_an_unfinished_one(forks: Forks, tiny: Checkpoint, tmp_path: Path, command: Command) -> None:
-    """A finished one that is proven more than is asked for is just finished; half of each would be neither."""
+def test_other_proof_on_an_unfinished_one(
+    forks: Forks, tiny: Checkpoint, tmp_path: Path, command: Command
+) -> None:
+    """A finished one that is proven more than is asked for is just finished; half of each would be
+    neither.
+    """
     out = tmp_path / "unfinished"
     fault = {"call": "replace", "number": 6, "action": "SIGKILL"}
     assert forks.run("convert", tiny.folder, out, "--tp", 2, "--threads", 1, fault=fault).code == -9
@@ -400,7 +481,9 @@ def test_source_that_was_touched(forks: Forks, copied_source: Path, tmp_path: Pa
     assert command("convert", copied_source, out, "--tp", 2, "--overwrite")[0] == 0
 
 
-def test_source_that_was_touched_before_anything_was_finished(forks: Forks, copied_source: Path, tmp_path: Path, command: Command) -> None:
+def test_source_that_was_touched_before_anything_was_finished(
+    forks: Forks, copied_source: Path, tmp_path: Path, command: Command
+) -> None:
     """Nothing was taken from it that counts, so fetching a damaged file again needs no new start."""
     out = tmp_path / "out"
     fault = {"call": "replace", "number": 2, "action": "SIGKILL"}
@@ -422,7 +505,9 @@ def test_damaged_job(tiny: Checkpoint, forks: Forks, tmp_path: Path, command: Co
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "file gone", "file shorter"])
-def test_damaged_record_is_made_again(tiny: Checkpoint, forks: Forks, tiny_tp2: Path, tmp_path: Path, command: Command, damage: str) -> None:
+def test_damaged_record_is_made_again(
+    tiny: Checkpoint, forks: Forks, tiny_tp2: Path, tmp_path: Path, command: Command, damage: str
+) -> None:
     """A record that is not whole, or whose files are not, does not count."""
     out = tmp_path / "out"
     fault = {"call": "replace", "number": 9, "action": "SIGKILL"}

@@ -1,4 +1,6 @@
-"""A finished output that has lost files is mended by the same command; --overwrite removes a conversion and nothing else."""
+"""A finished output that has lost files is mended by the same command; --overwrite removes a conversion and
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from checkpoints import Checkpoint, make_small
 
+from checkpoints import Checkpoint, make_small
 from marlin_convert import convert, verify
 from marlin_convert.checkpoint import identity
 from marlin_convert.checkpoint.identity import identify
@@ -40,8 +42,17 @@ def whole(source: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def differing(one: Path, other: Path) -> list[str]:
     """Files that are not the same in two folders."""
-    names = {str(path.relative_to(folder)) for folder in (one, other) for path in folder.rglob("*") if path.is_file()}
-    return sorted(name for name in names if not ((one / name).exists() and filecmp.cmp(one / name, other / name, shallow=False)))
+    names = {
+        str(path.relative_to(folder))
+        for folder in (one, other)
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+    return sorted(
+        name
+        for name in names
+        if not ((one / name).exists() and filecmp.cmp(one / name, other / name, shallow=False))
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,7 +63,9 @@ def differing(one: Path, other: Path) -> list[str]:
         (("config.json", "rank-00-of-02/model.safetensors.index.json"), 0),
     ],
 )
-def test_lost_files_are_made_again_and_only_their_units(source: Checkpoint, whole: Path, tmp_path: Path, lost: tuple[str, ...], made: int) -> None:
+def test_lost_files_are_made_again_and_only_their_units(
+    source: Checkpoint, whole: Path, tmp_path: Path, lost: tuple[str, ...], made: int
+) -> None:
     out = shutil.copytree(whole, tmp_path / "out")
     for name in lost:
         (out / name).unlink()
@@ -78,7 +91,9 @@ def test_without_its_digests_nothing_can_be_reused(source: Checkpoint, whole: Pa
     assert (out / "manifest.json").exists()
 
 
-def test_overwrite_spares_a_file_that_is_not_of_a_conversion(source: Checkpoint, whole: Path, tmp_path: Path) -> None:
+def test_overwrite_spares_a_file_that_is_not_of_a_conversion(
+    source: Checkpoint, whole: Path, tmp_path: Path
+) -> None:
     out = shutil.copytree(whole, tmp_path / "out")
     (out / "note.txt").write_text("mine")
     before = sorted(path for path in out.rglob("*"))
@@ -91,7 +106,9 @@ def test_overwrite_spares_a_file_that_is_not_of_a_conversion(source: Checkpoint,
     assert verify(out, str(source.folder)).ok
 
 
-def test_less_proof_than_there_is_is_fine_and_more_says_how(source: Checkpoint, whole: Path, tmp_path: Path) -> None:
+def test_less_proof_than_there_is_is_fine_and_more_says_how(
+    source: Checkpoint, whole: Path, tmp_path: Path
+) -> None:
     assert convert(str(source.folder), whole, tp=2, verify="none").made == 0
     out = tmp_path / "unproven"
     convert(str(source.folder), out, tp=2, verify="none")
@@ -100,11 +117,17 @@ def test_less_proof_than_there_is_is_fine_and_more_says_how(source: Checkpoint, 
 
 
 def damaged(source: Checkpoint, folder: Path) -> tuple[Path, str, str]:
-    """A copy of the source with one wrong bit in an expert, where no sample looks; the file and the tensor."""
+    """A copy of the source with one wrong bit in an expert, where no sample looks; the file and the
+    tensor.
+    """
     copy = shutil.copytree(source.folder, folder / "damaged")
     opened = open_source(str(copy))
     before = identify(opened)
-    name = next(name for name in opened.tensors if "layers.1." in name and name.endswith("experts.2.up_proj.weight_packed"))
+    name = next(
+        name
+        for name in opened.tensors
+        if "layers.1." in name and name.endswith("experts.2.up_proj.weight_packed")
+    )
     tensor = opened.tensors[name]
     whole = (copy / tensor.file).read_bytes()
     for at in range(tensor.entry.offset, tensor.entry.offset + tensor.entry.size, 512):
@@ -114,15 +137,24 @@ def damaged(source: Checkpoint, folder: Path) -> tuple[Path, str, str]:
     raise AssertionError("the sample is all of the tensor")
 
 
-def test_what_is_made_again_must_come_of_the_same_bytes(source: Checkpoint, whole: Path, tmp_path: Path) -> None:
+def test_what_is_made_again_must_come_of_the_same_bytes(
+    source: Checkpoint, whole: Path, tmp_path: Path
+) -> None:
     """The other rank's good file is still there, and so is what tells that the source is not what it was."""
     bad, file, name = damaged(source, tmp_path)
     out = shutil.copytree(whole, tmp_path / "out")
     (out / "rank-01-of-02/layer-001.safetensors").unlink()
     for _ in range(2):  # the second time there is no manifest any more
-        with pytest.raises(SourceError, match=f"{re.escape(file)}: {re.escape(name)} is not what .* was made from.*fetch the file again"):
+        with pytest.raises(
+            SourceError,
+            match=f"{re.escape(file)}: {re.escape(name)} is not what .* was made from.*fetch the file again",
+        ):
             convert(str(bad), out, tp=2)
-        assert filecmp.cmp(out / "rank-00-of-02/layer-001.safetensors", whole / "rank-00-of-02/layer-001.safetensors", shallow=False)
+        assert filecmp.cmp(
+            out / "rank-00-of-02/layer-001.safetensors",
+            whole / "rank-00-of-02/layer-001.safetensors",
+            shallow=False,
+        )
         assert not (out / "rank-01-of-02/layer-001.safetensors").exists()
     convert(str(source.folder), out, tp=2)
     assert differing(out, whole) == ["provenance.json"]
@@ -133,12 +165,17 @@ def test_a_damaged_source_is_not_the_outputs_fault(source: Checkpoint, whole: Pa
     found = [str(finding) for finding in verify(whole, str(bad)).findings]
     assert f"source/digests.bin: the kept digest of {name} is not that in {file}" in found
     other = next(line for line in found if not line.startswith("source/"))
-    assert f"weight_packed differs from the source, but not from the digest that OUT keeps of it: {file} of the source may be damaged" in other
+    assert (
+        f"weight_packed differs from the source, but not from the digest that OUT keeps of it: {file} of the"
+        " source may be damaged" in other
+    )
     assert len(found) == 2
 
 
 @pytest.mark.parametrize("name", ["digests.bin", "source/digests.bin"])
-def test_damaged_digests_are_no_shards_fault(source: Checkpoint, whole: Path, tmp_path: Path, name: str) -> None:
+def test_damaged_digests_are_no_shards_fault(
+    source: Checkpoint, whole: Path, tmp_path: Path, name: str
+) -> None:
     out = shutil.copytree(whole, tmp_path / "out")
     data = bytearray((out / name).read_bytes())
     data[len(data) // 2] ^= 1
@@ -147,7 +184,9 @@ def test_damaged_digests_are_no_shards_fault(source: Checkpoint, whole: Path, tm
     if name == "digests.bin":
         assert [finding.path for finding in verify(out).findings] == [name]
     else:
-        with pytest.raises(OutputError, match=r"digests\.bin is damaged.*give --source; to mend it .*--overwrite"):
+        with pytest.raises(
+            OutputError, match=r"digests\.bin is damaged.*give --source; to mend it .*--overwrite"
+        ):
             verify(out)
     (out / "rank-01-of-02/layer-001.safetensors").unlink()
     with pytest.raises(OutputError, match=rf"{re.escape(name)} is damaged.*--overwrite"):

@@ -1,4 +1,6 @@
-"""Sources to plan for: the stand-in of the published model, and small sparse checkpoints with something wrong."""
+"""Sources to plan for: the stand-in of the published model, and small sparse checkpoints with something
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from checkpoints import SMALL, Form, make_config, make_standin, plan_files
 from checkpoints.config import write_small_files
 from checkpoints.names import Tensor
 from checkpoints.writer import write_checkpoint
-
 from marlin_convert.checkpoint.source import Source, open_source
 from marlin_convert.planning.output import Options, OutputPlan, plan_output
 

@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Iterator
 
 import pytest
-from checkpoints import FULL, plan_files
 
+from checkpoints import FULL, plan_files
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.planning.output import OutputPlan
 from marlin_convert.planning.topology import Topology
@@ -31,7 +31,12 @@ TOPOLOGIES = [(1, 1), (8, 1), (8, 8), (8, 2), (16, 1), (32, 1), (64, 1), (64, 2)
 
 def stored(plan: OutputPlan, *, common: bool) -> list[tuple[str, TensorSpec]]:
     """(unit, tensor) of one rank, or of common/; fillers left out."""
-    placed = [(unit.name, placed.spec) for unit in plan.units if (unit.name == "common") == common for placed in unit.files.tensors]
+    placed = [
+        (unit.name, placed.spec)
+        for unit in plan.units
+        if (unit.name == "common") == common
+        for placed in unit.files.tensors
+    ]
     return [(unit, spec) for unit, spec in placed if not spec.name.startswith("__pad__.")]
 
 
@@ -72,13 +77,20 @@ def test_expert_bytes_of_a_rank_and_layer(full_plan: PlanOf) -> None:
         unit = next(unit for unit in full_plan(tp, ep).units if unit.name == "layer-001")
         sizes = {tensor.name.rsplit(".", 1)[1]: unit.places[tensor.name].spec.size for tensor in unit.stacked}
         assert sizes == {
-            "w13_weight_packed": 704_643_072, "w13_weight_scale": 88_080_384, "w2_weight_packed": 352_321_536, "w2_weight_scale": 44_040_192,
-        }  # fmt: skip
+            "w13_weight_packed": 704_643_072,
+            "w13_weight_scale": 88_080_384,
+            "w2_weight_packed": 352_321_536,
+            "w2_weight_scale": 44_040_192,
+        }
 
 
 def expected_tensors(tp: int, ep: int) -> Iterator[tuple[str, str, str, tuple[int, ...]]]:
-    """(unit, name, dtype, shape) of all that a rank stores, or common/, from the published names and shapes alone."""
-    rows = re.compile(r"(q_b_proj|kv_b_proj|mlp\.(shared_experts\.)?(gate|up)_proj|embed_tokens|lm_head)\.weight")
+    """(unit, name, dtype, shape) of all that a rank stores, or common/, from the published names and shapes
+    alone.
+    """
+    rows = re.compile(
+        r"(q_b_proj|kv_b_proj|mlp\.(shared_experts\.)?(gate|up)_proj|embed_tokens|lm_head)\.weight"
+    )
     columns = re.compile(r"(o_proj|mlp\.(shared_experts\.)?down_proj)\.weight")
     for tensor in (tensor for file in plan_files(FULL) for tensor in file if tensor.expert < 0):
         shape, unit = tensor.shape, f"layer-{tensor.layer:03d}" if tensor.layer >= 0 else "top"
@@ -92,25 +104,40 @@ def expected_tensors(tp: int, ep: int) -> Iterator[tuple[str, str, str, tuple[in
     experts, width = 384 // ep, max(2048 * ep // tp, 64)
     for layer in range(1, 61):
         for name, dtype, shape in (
-            ("w13_weight_packed", "I32", (448, 4 * width)), ("w13_weight_scale", "BF16", (224, 2 * width)),
-            ("w2_weight_packed", "I32", (width // 16, 14336)), ("w2_weight_scale", "BF16", (width // 32, 7168)),
-        ):  # fmt: skip
-            yield f"layer-{layer:03d}", f"language_model.model.layers.{layer}.mlp.experts.{name}", dtype, (experts, *shape)
+            ("w13_weight_packed", "I32", (448, 4 * width)),
+            ("w13_weight_scale", "BF16", (224, 2 * width)),
+            ("w2_weight_packed", "I32", (width // 16, 14336)),
+            ("w2_weight_scale", "BF16", (width // 32, 7168)),
+        ):
+            yield (
+                f"layer-{layer:03d}",
+                f"language_model.model.layers.{layer}.mlp.experts.{name}",
+                dtype,
+                (experts, *shape),
+            )
 
 
 @pytest.mark.parametrize(("tp", "ep"), TOPOLOGIES)
 def test_every_file_has_every_tensor_in_its_shape(full_plan: PlanOf, tp: int, ep: int) -> None:
     plan = full_plan(tp, ep)
     planned = [*stored(plan, common=False), *stored(plan, common=True)]
-    assert sorted((unit, spec.name, spec.dtype, spec.shape) for unit, spec in planned) == sorted(expected_tensors(tp, ep))
-    assert [unit.name for unit in plan.units] == [*(f"layer-{layer:03d}" for layer in range(61)), "top", "common"]
+    assert sorted((unit, spec.name, spec.dtype, spec.shape) for unit, spec in planned) == sorted(
+        expected_tensors(tp, ep)
+    )
+    assert [unit.name for unit in plan.units] == [
+        *(f"layer-{layer:03d}" for layer in range(61)),
+        "top",
+        "common",
+    ]
     assert [unit.ranks for unit in plan.units] == [tuple(range(tp))] * 62 + [(None,)]
     assert plan.complete
 
 
 @pytest.mark.parametrize(("tp", "ep"), TOPOLOGIES)
 def test_pages(full_plan: PlanOf, tp: int, ep: int) -> None:
-    """All but the norms and other small tensors are whole pages; everything of a page or more starts on one, or is fused to what does."""
+    """All but the norms and other small tensors are whole pages; everything of a page or more starts on one,
+    or is fused to what does.
+    """
     odd = set()
     for unit in full_plan(tp, ep).units:
         assert unit.data_start % 4096 == 0
@@ -125,9 +152,13 @@ def test_pages(full_plan: PlanOf, tp: int, ep: int) -> None:
             if spec.size % 4096:
                 odd.add((spec.name.split(".")[-2], spec.size))
     assert odd == {
-        ("input_layernorm", 14336), ("post_attention_layernorm", 14336), ("norm", 14336), ("q_a_layernorm", 3072), ("kv_a_layernorm", 1024),
+        ("input_layernorm", 14336),
+        ("post_attention_layernorm", 14336),
+        ("norm", 14336),
+        ("q_a_layernorm", 3072),
+        ("kv_a_layernorm", 1024),
         ("gate", 1536),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(8, 1), (8, 8), (64, 1)])
@@ -148,7 +179,10 @@ def test_fused_views_have_nothing_between(full_plan: PlanOf, tp: int, ep: int) -
         base = f"language_model.model.layers.{unit.source.layer}."
         mlp = "mlp." if unit.source.layer == 0 else "mlp.shared_experts."
         assert {view.name: view.members for view in unit.files.fused} == {
-            f"{base}self_attn.fused_qkv_a_proj_with_mqa.weight": (f"{base}self_attn.q_a_proj.weight", f"{base}self_attn.kv_a_proj_with_mqa.weight"),
+            f"{base}self_attn.fused_qkv_a_proj_with_mqa.weight": (
+                f"{base}self_attn.q_a_proj.weight",
+                f"{base}self_attn.kv_a_proj_with_mqa.weight",
+            ),
             f"{base}{mlp}gate_up_proj.weight": (f"{base}{mlp}gate_proj.weight", f"{base}{mlp}up_proj.weight"),
         }
         for view in unit.files.fused:
@@ -158,16 +192,33 @@ def test_fused_views_have_nothing_between(full_plan: PlanOf, tp: int, ep: int) -
 
 
 def test_load_order(full_plan: PlanOf) -> None:
-    """Experts last of the whole pages but for nothing, and w13 before w2: what a layer needs first comes first."""
+    """Experts last of the whole pages but for nothing, and w13 before w2: what a layer needs first comes
+    first.
+    """
     unit = next(unit for unit in full_plan(8, 1).units if unit.name == "layer-007")
     names = [placed.spec.name.removeprefix("language_model.model.layers.7.") for placed in unit.files.tensors]
     assert names == [
-        "self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", "self_attn.q_b_proj.weight", "self_attn.kv_b_proj.weight",
-        "self_attn.o_proj.weight", "mlp.gate.weight", "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight",
-        "mlp.shared_experts.down_proj.weight", "mlp.experts.w13_weight_packed", "mlp.experts.w13_weight_scale", "mlp.experts.w2_weight_packed",
-        "mlp.experts.w2_weight_scale", "input_layernorm.weight", "__pad__.0", "post_attention_layernorm.weight",
-        "mlp.gate.e_score_correction_bias", "self_attn.q_a_layernorm.weight", "self_attn.kv_a_layernorm.weight", "__pad__.1",
-    ]  # fmt: skip
+        "self_attn.q_a_proj.weight",
+        "self_attn.kv_a_proj_with_mqa.weight",
+        "self_attn.q_b_proj.weight",
+        "self_attn.kv_b_proj.weight",
+        "self_attn.o_proj.weight",
+        "mlp.gate.weight",
+        "mlp.shared_experts.gate_proj.weight",
+        "mlp.shared_experts.up_proj.weight",
+        "mlp.shared_experts.down_proj.weight",
+        "mlp.experts.w13_weight_packed",
+        "mlp.experts.w13_weight_scale",
+        "mlp.experts.w2_weight_packed",
+        "mlp.experts.w2_weight_scale",
+        "input_layernorm.weight",
+        "__pad__.0",
+        "post_attention_layernorm.weight",
+        "mlp.gate.e_score_correction_bias",
+        "self_attn.q_a_layernorm.weight",
+        "self_attn.kv_a_layernorm.weight",
+        "__pad__.1",
+    ]
 
 
 def test_an_engines_own_numbers_for_rank_3(full_plan: PlanOf) -> None:
@@ -180,17 +231,29 @@ def test_an_engines_own_numbers_for_rank_3(full_plan: PlanOf) -> None:
         for tensor in unit.source.plain:
             if tensor.axis is not None:
                 size = tensor.local_shape(8)[tensor.axis]
-                ranges[tensor.name.removeprefix("language_model.")] = (tensor.axis, rank * size, (rank + 1) * size)
+                ranges[tensor.name.removeprefix("language_model.")] = (
+                    tensor.axis,
+                    rank * size,
+                    (rank + 1) * size,
+                )
     assert ranges == {
-        "model.embed_tokens.weight": (0, 61440, 81920), "lm_head.weight": (0, 61440, 81920),
-        "model.layers.0.mlp.gate_proj.weight": (0, 6912, 9216), "model.layers.0.mlp.up_proj.weight": (0, 6912, 9216),
+        "model.embed_tokens.weight": (0, 61440, 81920),
+        "lm_head.weight": (0, 61440, 81920),
+        "model.layers.0.mlp.gate_proj.weight": (0, 6912, 9216),
+        "model.layers.0.mlp.up_proj.weight": (0, 6912, 9216),
         "model.layers.0.mlp.down_proj.weight": (1, 6912, 9216),
-        "model.layers.1.mlp.shared_experts.gate_proj.weight": (0, 768, 1024), "model.layers.1.mlp.shared_experts.up_proj.weight": (0, 768, 1024),
+        "model.layers.1.mlp.shared_experts.gate_proj.weight": (0, 768, 1024),
+        "model.layers.1.mlp.shared_experts.up_proj.weight": (0, 768, 1024),
         "model.layers.1.mlp.shared_experts.down_proj.weight": (1, 768, 1024),
     } | {
-        f"model.layers.{layer}.self_attn.{name}.weight": place for layer in (0, 1)
-        for name, place in (("q_b_proj", (0, 4608, 6144)), ("kv_b_proj", (0, 6144, 8192)), ("o_proj", (1, 3072, 4096)))
-    }  # fmt: skip
+        f"model.layers.{layer}.self_attn.{name}.weight": place
+        for layer in (0, 1)
+        for name, place in (
+            ("q_b_proj", (0, 4608, 6144)),
+            ("kv_b_proj", (0, 6144, 8192)),
+            ("o_proj", (1, 3072, 4096)),
+        )
+    }
 
 
 def test_shares_are_whole(full_plan: PlanOf) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from checkpoints import Checkpoint, make_small
 from hypothesis import given
 from hypothesis import strategies as st
 
+from checkpoints import Checkpoint, make_small
 from marlin_convert.checkpoint.source import open_source
 from marlin_convert.pipeline.expert_job import expert_jobs
 from marlin_convert.pipeline.tensor_job import tensor_jobs
@@ -17,10 +17,14 @@ from marlin_convert.planning.needs import fetch_order, most_at_once, needs, unit
 from marlin_convert.planning.output import Options, plan_output
 
 
-@pytest.mark.parametrize("options", [Options(2), Options(4, 2, ranks=(0, 1)), Options(4, 4, ranks=(3,)), Options(2, layers=(1,))])
+@pytest.mark.parametrize(
+    "options", [Options(2), Options(4, 2, ranks=(0, 1)), Options(4, 4, ranks=(3,)), Options(2, layers=(1,))]
+)
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 def test_what_the_jobs_read(options: Options, split: bool, tmp_path: Path) -> None:
-    made = make_small(tmp_path / "checkpoint", experts=4, moe_intermediate=256, vt_layers=1, split_layer=split)
+    made = make_small(
+        tmp_path / "checkpoint", experts=4, moe_intermediate=256, vt_layers=1, split_layer=split
+    )
     source = open_source(str(made.folder))
     plan = plan_output(source, options)
     for unit in plan.units:
@@ -35,7 +39,9 @@ def test_a_file_for_each_layer(tiny: Checkpoint) -> None:
     needed = needs(source, plan, plan.units)
     order, sizes = fetch_order(needed), {header.file: header.size for header in source.headers}
     assert set(order) == set(sizes)
-    assert most_at_once(needed, sizes) == max(sum(sizes[file] for file in order[i : i + 3]) for i in range(len(order)))
+    assert most_at_once(needed, sizes) == max(
+        sum(sizes[file] for file in order[i : i + 3]) for i in range(len(order))
+    )
 
 
 def test_a_file_that_is_needed_twice_is_held_meanwhile() -> None:
@@ -45,7 +51,10 @@ def test_a_file_that_is_needed_twice_is_held_meanwhile() -> None:
     assert most_at_once(needed, sizes, look_ahead=2) == 1110
 
 
-@given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True), min_size=1, max_size=6), st.integers(0, 3))
+@given(
+    st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True), min_size=1, max_size=6),
+    st.integers(0, 3),
+)
 def test_bounds(files: list[list[int]], look_ahead: int) -> None:
     needed = {str(i): [str(file) for file in unit] for i, unit in enumerate(files)}
     sizes = {str(file): 1 for file in range(6)}

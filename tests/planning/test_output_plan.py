@@ -17,7 +17,9 @@ from marlin_convert.shards.format import is_filler
 Sparse = Callable[..., Source]
 
 
-@pytest.mark.parametrize(("tp", "ep", "moe_tp"), [(1, 1, 1), (8, 1, 8), (8, 2, 4), (8, 8, 1), (64, 1, 64), (128, 2, 64), (6, 3, 2)])
+@pytest.mark.parametrize(
+    ("tp", "ep", "moe_tp"), [(1, 1, 1), (8, 1, 8), (8, 2, 4), (8, 8, 1), (64, 1, 64), (128, 2, 64), (6, 3, 2)]
+)
 def test_topology(tp: int, ep: int, moe_tp: int) -> None:
     topology = Topology.of(tp, ep)
     assert topology.moe_tp == moe_tp
@@ -36,7 +38,13 @@ def test_the_slice_of_a_rank_runs_fastest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tp", "rank", "folder"), [(8, 3, "rank-03-of-08"), (1, 0, "rank-00-of-01"), (64, 63, "rank-63-of-64"), (128, 7, "rank-007-of-128")]
+    ("tp", "rank", "folder"),
+    [
+        (8, 3, "rank-03-of-08"),
+        (1, 0, "rank-00-of-01"),
+        (64, 63, "rank-63-of-64"),
+        (128, 7, "rank-007-of-128"),
+    ],
 )
 def test_folders(tp: int, rank: int, folder: str) -> None:
     assert Topology.of(tp, max(tp // 64, 1)).folder(rank) == folder
@@ -48,7 +56,11 @@ def test_rules_as_shipped() -> None:
     assert {rule.scope for rule in rules} == {"layer", "dense", "moe", "top", "vision"}
     assert len({(rule.scope, rule.name) for rule in rules}) == len(rules)
     units = {rule.name: rule.unit for rule in rules if rule.unit}
-    assert units == {"self_attn.q_b_proj.weight": "q_head", "self_attn.kv_b_proj.weight": "kv_head", "self_attn.o_proj.weight": "v_head"}
+    assert units == {
+        "self_attn.q_b_proj.weight": "q_head",
+        "self_attn.kv_b_proj.weight": "kv_head",
+        "self_attn.o_proj.weight": "v_head",
+    }
     assert len(rules_digest()) == 32
     for rule in rules:
         assert (rule.rule == "common") == (rule.scope == "vision")
@@ -59,23 +71,37 @@ def test_k26(sparse: Sparse) -> None:
     output = plan_output(sparse(), Options(tp=2))
     assert [unit.name for unit in output.units] == ["layer-000", "layer-001", "layer-002", "top", "common"]
     assert [output.path(unit, unit.ranks[-1]) for unit in output.units] == [
-        "rank-01-of-02/layer-000.safetensors", "rank-01-of-02/layer-001.safetensors", "rank-01-of-02/layer-002.safetensors",
-        "rank-01-of-02/top.safetensors", "common/common.safetensors",
-    ]  # fmt: skip
+        "rank-01-of-02/layer-000.safetensors",
+        "rank-01-of-02/layer-001.safetensors",
+        "rank-01-of-02/layer-002.safetensors",
+        "rank-01-of-02/top.safetensors",
+        "common/common.safetensors",
+    ]
     assert output.complete
-    places = {name: placed.spec.shape for name, placed in output.units[1].places.items() if not is_filler(name)}
+    places = {
+        name: placed.spec.shape for name, placed in output.units[1].places.items() if not is_filler(name)
+    }
     base = "language_model.model.layers.1."
     assert places == {
-        f"{base}input_layernorm.weight": (256,), f"{base}self_attn.q_a_proj.weight": (64, 256),
-        f"{base}self_attn.kv_a_proj_with_mqa.weight": (80, 256), f"{base}self_attn.q_a_layernorm.weight": (64,),
-        f"{base}self_attn.kv_a_layernorm.weight": (64,), f"{base}self_attn.q_b_proj.weight": (192, 64),
-        f"{base}self_attn.kv_b_proj.weight": (256, 64), f"{base}self_attn.o_proj.weight": (256, 128),
-        f"{base}post_attention_layernorm.weight": (256,), f"{base}mlp.gate.weight": (16, 256), f"{base}mlp.gate.e_score_correction_bias": (16,),
-        f"{base}mlp.shared_experts.gate_proj.weight": (256, 256), f"{base}mlp.shared_experts.up_proj.weight": (256, 256),
-        f"{base}mlp.shared_experts.down_proj.weight": (256, 256), f"{base}mlp.experts.w13_weight_packed": (16, 16, 1024),
-        f"{base}mlp.experts.w13_weight_scale": (16, 8, 512), f"{base}mlp.experts.w2_weight_packed": (16, 16, 512),
+        f"{base}input_layernorm.weight": (256,),
+        f"{base}self_attn.q_a_proj.weight": (64, 256),
+        f"{base}self_attn.kv_a_proj_with_mqa.weight": (80, 256),
+        f"{base}self_attn.q_a_layernorm.weight": (64,),
+        f"{base}self_attn.kv_a_layernorm.weight": (64,),
+        f"{base}self_attn.q_b_proj.weight": (192, 64),
+        f"{base}self_attn.kv_b_proj.weight": (256, 64),
+        f"{base}self_attn.o_proj.weight": (256, 128),
+        f"{base}post_attention_layernorm.weight": (256,),
+        f"{base}mlp.gate.weight": (16, 256),
+        f"{base}mlp.gate.e_score_correction_bias": (16,),
+        f"{base}mlp.shared_experts.gate_proj.weight": (256, 256),
+        f"{base}mlp.shared_experts.up_proj.weight": (256, 256),
+        f"{base}mlp.shared_experts.down_proj.weight": (256, 256),
+        f"{base}mlp.experts.w13_weight_packed": (16, 16, 1024),
+        f"{base}mlp.experts.w13_weight_scale": (16, 8, 512),
+        f"{base}mlp.experts.w2_weight_packed": (16, 16, 512),
         f"{base}mlp.experts.w2_weight_scale": (16, 8, 256),
-    }  # fmt: skip
+    }
     for unit in output.units:
         for name, placed in unit.places.items():
             assert unit.offset(name) == unit.data_start + placed.offset
@@ -90,7 +116,11 @@ def test_k2_thinking(sparse: Sparse) -> None:
         assert unit.places[name].spec.shape == (16,)
         assert rule_of(unit, name) == "replicate"
         assert unit.files.fused[0].name == f"model.layers.{layer}.self_attn.fused_qkv_a_proj_with_mqa.weight"
-    assert {name for name in output.units[3].places if not is_filler(name)} == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    assert {name for name in output.units[3].places if not is_filler(name)} == {
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+        "lm_head.weight",
+    }
     assert output.units[1].places["model.layers.1.mlp.experts.w13_weight_packed"].spec.shape == (8, 16, 2048)
 
 
@@ -112,18 +142,34 @@ def test_scopes(sparse: Sparse) -> None:
 def test_metadata_says_which_file_it_is(sparse: Sparse) -> None:
     output = plan_output(sparse(), Options(tp=4, ep=2))
     dense, moe, _, top, common = output.units
-    same = {"format": "marlin-convert", "format_version": "1", "layout": "moe_wna16_marlin.u4b8", "source": "a" * 32, "tp": "4", "ep": "2"}
+    same = {
+        "format": "marlin-convert",
+        "format_version": "1",
+        "layout": "moe_wna16_marlin.u4b8",
+        "source": "a" * 32,
+        "tp": "4",
+        "ep": "2",
+    }
     assert output.metadata(dense, 3, "a" * 32) == same | {"rank": "3", "layer": "0", "expert_range": "0:0"}
     assert output.metadata(moe, 1, "a" * 32) == same | {"rank": "1", "layer": "1", "expert_range": "0:8"}
     assert output.metadata(moe, 2, "a" * 32) == same | {"rank": "2", "layer": "1", "expert_range": "8:16"}
     assert output.metadata(top, 0, "a" * 32) == same | {"rank": "0", "layer": "top", "expert_range": "0:0"}
-    assert output.metadata(common, None, "a" * 32) == same | {"rank": "common", "layer": "common", "expert_range": "0:0"}
+    assert output.metadata(common, None, "a" * 32) == same | {
+        "rank": "common",
+        "layer": "common",
+        "expert_range": "0:0",
+    }
 
 
 def test_the_same_offsets_on_every_rank_whatever_the_length_of_its_number(sparse: Sparse) -> None:
     source = sparse(experts=128, heads=16)
-    one, all_of_them = plan_output(source, Options(tp=16, ep=8, ranks=(0,))), plan_output(source, Options(tp=16, ep=8))
-    assert [(u.files, u.data_start) for u in one.units] == [(u.files, u.data_start) for u in all_of_them.units]
+    one, all_of_them = (
+        plan_output(source, Options(tp=16, ep=8, ranks=(0,))),
+        plan_output(source, Options(tp=16, ep=8)),
+    )
+    assert [(u.files, u.data_start) for u in one.units] == [
+        (u.files, u.data_start) for u in all_of_them.units
+    ]
 
 
 def test_bytes_add_up(sparse: Sparse) -> None:
@@ -132,7 +178,12 @@ def test_bytes_add_up(sparse: Sparse) -> None:
     assert [len(unit.ranks) for unit in output.units] == [2, 2, 2, 2, 1]
     for unit in output.units:
         assert unit.file_size == unit.data_start + sum(placed.spec.size for placed in unit.files.tensors)
-    real = [p.spec.size for unit in output.units[:4] for p in unit.files.tensors if not p.spec.name.startswith("__pad__.")]
+    real = [
+        p.spec.size
+        for unit in output.units[:4]
+        for p in unit.files.tensors
+        if not p.spec.name.startswith("__pad__.")
+    ]
     assert output.rank_bytes() == sum(real)
 
 
@@ -161,8 +212,11 @@ def test_report(sparse: Sparse) -> None:
 def test_layers_that_are_alike_are_told_once(sparse: Sparse) -> None:
     report = plan(str(sparse(layers=5).folder), tp=2)
     assert [[unit.name for unit in group] for group in report.groups()] == [
-        ["layer-000"], ["layer-001", "layer-002", "layer-003", "layer-004"], ["top"], ["common"],
-    ]  # fmt: skip
+        ["layer-000"],
+        ["layer-001", "layer-002", "layer-003", "layer-004"],
+        ["top"],
+        ["common"],
+    ]
 
 
 def test_packed_modules_on_the_ignore_list_are_noted(sparse: Sparse) -> None:
@@ -179,7 +233,10 @@ def test_packed_modules_on_the_ignore_list_are_noted(sparse: Sparse) -> None:
 def test_where_weight_shape_is_wide(sparse: Sparse) -> None:
     def widen(files: list) -> None:  # type: ignore[type-arg]
         for file in files:
-            file[:] = [replace(tensor, dtype="I64") if tensor.name.endswith("weight_shape") else tensor for tensor in file]
+            file[:] = [
+                replace(tensor, dtype="I64") if tensor.name.endswith("weight_shape") else tensor
+                for tensor in file
+            ]
 
     wide, narrow = plan_output(sparse(tensors=widen), Options(tp=2)), plan_output(sparse(), Options(tp=2))
     assert [unit.files for unit in wide.units] == [unit.files for unit in narrow.units]

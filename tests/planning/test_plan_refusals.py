@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from checkpoints.names import Tensor
 
+from checkpoints.names import Tensor
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.errors import SourceError, UsageError
 from marlin_convert.planning.output import Options, plan_output
@@ -46,33 +46,110 @@ def refused(error: type[Exception], source: Source, **options: Any) -> str:
     ("tp", "ep", "dims", "message"),
     [
         (3, 1, {}, "--tp 3 --ep 1: the experts' intermediate size 512 is not divisible by moe_tp = 3"),
-        (32, 1, {}, "--tp 32 --ep 1: a slice of 16 of the experts' intermediate size 512 at moe_tp = 32 would cut a group of 32"),
-        (2, 1, {"moe_intermediate": 96}, "--tp 2 --ep 1: a slice of 48 of the experts' intermediate size 96 at moe_tp = 2 would cut a group of 32"),
-        (16, 1, {}, "--tp 16 does not divide language_model.model.layers.0.self_attn.q_b_proj.weight: 8 heads of 48; choose a tp that does"),
-        (16, 16, {}, "--tp 16 does not divide language_model.model.layers.0.self_attn.q_b_proj.weight: 8 heads of 48; choose a tp that does"),
-        (4, 1, {"vocab": 514}, "--tp 4 does not divide language_model.model.embed_tokens.weight: 514 rows; choose a tp that does"),
-        (8, 1, {"intermediate": 516}, "--tp 8 does not divide language_model.model.layers.0.mlp.gate_proj.weight: 516 rows; choose a tp that does"),
-        (8, 3, {}, "--ep 3 does not divide --tp 8; tp is the number of all ranks, so tp 8 ep 8 is 8 ranks, not 64"),
-        (8, 16, {}, "--ep 16 does not divide --tp 8; tp is the number of all ranks, so tp 8 ep 8 is 8 ranks, not 64"),
+        (
+            32,
+            1,
+            {},
+            (
+                "--tp 32 --ep 1: a slice of 16 of the experts' intermediate size 512 at moe_tp = 32 would cut"
+                " a group of 32"
+            ),
+        ),
+        (
+            2,
+            1,
+            {"moe_intermediate": 96},
+            (
+                "--tp 2 --ep 1: a slice of 48 of the experts' intermediate size 96 at moe_tp = 2 would cut a"
+                " group of 32"
+            ),
+        ),
+        (
+            16,
+            1,
+            {},
+            (
+                "--tp 16 does not divide language_model.model.layers.0.self_attn.q_b_proj.weight: 8 heads of"
+                " 48; choose a tp that does"
+            ),
+        ),
+        (
+            16,
+            16,
+            {},
+            (
+                "--tp 16 does not divide language_model.model.layers.0.self_attn.q_b_proj.weight: 8 heads of"
+                " 48; choose a tp that does"
+            ),
+        ),
+        (
+            4,
+            1,
+            {"vocab": 514},
+            (
+                "--tp 4 does not divide language_model.model.embed_tokens.weight: 514 rows; choose a tp that"
+                " does"
+            ),
+        ),
+        (
+            8,
+            1,
+            {"intermediate": 516},
+            (
+                "--tp 8 does not divide language_model.model.layers.0.mlp.gate_proj.weight: 516 rows; choose"
+                " a tp that does"
+            ),
+        ),
+        (
+            8,
+            3,
+            {},
+            "--ep 3 does not divide --tp 8; tp is the number of all ranks, so tp 8 ep 8 is 8 ranks, not 64",
+        ),
+        (
+            8,
+            16,
+            {},
+            "--ep 16 does not divide --tp 8; tp is the number of all ranks, so tp 8 ep 8 is 8 ranks, not 64",
+        ),
         (8, 8, {"experts": 12}, "--ep 8 does not divide the 12 routed experts"),
         (128, 1, {}, "--tp 128 with --ep 1 cuts each expert into 128 slices; at most 64 are supported"),
         (0, 1, {}, "--ep 1 does not divide --tp 0"),
         (8, 0, {}, "--ep 0 does not divide --tp 8"),
         (-8, 1, {}, "--ep 1 does not divide --tp -8"),
         (8, -8, {}, "--ep -8 does not divide --tp 8"),
-        (1, 1, {"hidden": 192}, "--tp 1 --ep 1: hidden size 192 is not a multiple of 128, which the kernel needs"),
+        (
+            1,
+            1,
+            {"hidden": 192},
+            "--tp 1 --ep 1: hidden size 192 is not a multiple of 128, which the kernel needs",
+        ),
         (1, 1, {"group": 16}, "--tp 1 --ep 1: group size 16 is not one the kernel has (32, 64, 128)"),
-        (8, 1, {"group": 128}, "--tp 8 --ep 1: a slice of 64 of the experts' intermediate size 512 at moe_tp = 8 would cut a group of 128"),
+        (
+            8,
+            1,
+            {"group": 128},
+            (
+                "--tp 8 --ep 1: a slice of 64 of the experts' intermediate size 512 at moe_tp = 8 would cut a"
+                " group of 128"
+            ),
+        ),
     ],
 )
-def test_requests_that_cannot_be_met(sparse: Sparse, tp: int, ep: int, dims: dict[str, int], message: str) -> None:
+def test_requests_that_cannot_be_met(
+    sparse: Sparse, tp: int, ep: int, dims: dict[str, int], message: str
+) -> None:
     assert refused(UsageError, sparse(**dims), tp=tp, ep=ep).startswith(message)
 
 
 def test_a_unit_that_is_cut_evenly_may_still_not_be_cut(sparse: Sparse) -> None:
     """6 heads of 48 are 288 rows, which 4 divides, and 6 heads of 64, 384."""
     message = refused(UsageError, sparse(heads=6), tp=4)
-    assert message == "--tp 4 does not divide language_model.model.layers.0.self_attn.q_b_proj.weight: 6 heads of 48; choose a tp that does"
+    assert (
+        message
+        == "--tp 4 does not divide language_model.model.layers.0.self_attn.q_b_proj.weight: 6 heads of 48;"
+        " choose a tp that does"
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,24 +170,66 @@ def test_scopes_out_of_range(sparse: Sparse, options: dict[str, Any], message: s
         (EXPERT + "weight_packed", {"drop": True}, "{name} missing: no weight file of the checkpoint has it"),
         (EXPERT + "weight_scale", {"drop": True}, "{name} missing: no weight file of the checkpoint has it"),
         (EXPERT + "weight_shape", {"drop": True}, "{name} missing: no weight file of the checkpoint has it"),
-        ("language_model.model.norm.weight", {"drop": True}, "{name} is missing: no weight file of the checkpoint has it"),
-        ("language_model.model.layers.2.mlp.gate.e_score_correction_bias", {"drop": True}, "{name} is missing"),
+        (
+            "language_model.model.norm.weight",
+            {"drop": True},
+            "{name} is missing: no weight file of the checkpoint has it",
+        ),
+        (
+            "language_model.model.layers.2.mlp.gate.e_score_correction_bias",
+            {"drop": True},
+            "{name} is missing",
+        ),
         ("vision_tower.encoder.blocks.1.wo.bias", {"drop": True}, "{name} is missing"),
         (EXPERT + "weight_packed", {"dtype": "I64"}, "{name} in {file} is I64, expected I32"),
         (EXPERT + "weight_scale", {"dtype": "F32"}, "{name} in {file} is F32, expected BF16"),
         (EXPERT + "weight_shape", {"dtype": "BF16"}, "{name} in {file} is BF16, expected I32 or I64"),
-        ("language_model.model.layers.0.self_attn.o_proj.weight", {"dtype": "F32"}, "{name} in {file} is F32, expected BF16"),
+        (
+            "language_model.model.layers.0.self_attn.o_proj.weight",
+            {"dtype": "F32"},
+            "{name} in {file} is F32, expected BF16",
+        ),
         ("mm_projector.proj.0.weight", {"dtype": "F32"}, "{name} in {file} is F32, expected BF16"),
-        (EXPERT + "weight_packed", {"shape": (512, 33)}, "{name} in {file} has the shape [512, 33], expected [512, 32] from config.json"),
-        (EXPERT + "weight_packed", {"shape": (32, 512)}, "{name} in {file} has the shape [32, 512], expected [512, 32] from config.json"),
-        (EXPERT + "weight_scale", {"shape": (512, 4)}, "{name} in {file} has the shape [512, 4], expected [512, 8] from config.json"),
-        (EXPERT + "weight_shape", {"shape": (3,)}, "{name} in {file} has the shape [3], expected [2] from config.json"),
-        ("language_model.lm_head.weight", {"shape": (512, 255)}, "{name} in {file} has the shape [512, 255], expected [512, 256] from config.json"),
-        ("language_model.model.norm.weight", {"shape": (256, 1)}, "{name} in {file} has the shape [256, 1], expected [256] from config.json"),
-        ("vision_tower.patch_embed.pos_emb.weight", {"shape": (64, 32)}, "{name} in {file} has the shape [64, 32], expected [8, 8, 32] from"),
+        (
+            EXPERT + "weight_packed",
+            {"shape": (512, 33)},
+            "{name} in {file} has the shape [512, 33], expected [512, 32] from config.json",
+        ),
+        (
+            EXPERT + "weight_packed",
+            {"shape": (32, 512)},
+            "{name} in {file} has the shape [32, 512], expected [512, 32] from config.json",
+        ),
+        (
+            EXPERT + "weight_scale",
+            {"shape": (512, 4)},
+            "{name} in {file} has the shape [512, 4], expected [512, 8] from config.json",
+        ),
+        (
+            EXPERT + "weight_shape",
+            {"shape": (3,)},
+            "{name} in {file} has the shape [3], expected [2] from config.json",
+        ),
+        (
+            "language_model.lm_head.weight",
+            {"shape": (512, 255)},
+            "{name} in {file} has the shape [512, 255], expected [512, 256] from config.json",
+        ),
+        (
+            "language_model.model.norm.weight",
+            {"shape": (256, 1)},
+            "{name} in {file} has the shape [256, 1], expected [256] from config.json",
+        ),
+        (
+            "vision_tower.patch_embed.pos_emb.weight",
+            {"shape": (64, 32)},
+            "{name} in {file} has the shape [64, 32], expected [8, 8, 32] from",
+        ),
     ],
 )
-def test_tensors_that_are_missing_or_wrong(sparse: Sparse, name: str, changes: dict[str, Any], message: str) -> None:
+def test_tensors_that_are_missing_or_wrong(
+    sparse: Sparse, name: str, changes: dict[str, Any], message: str
+) -> None:
     whole = sparse()
     said = refused(SourceError, sparse(tensors=edit(name, **changes)))
     assert said.startswith(message.format(name=name, file=whole.tensors[name].file))
@@ -122,9 +241,10 @@ def test_a_missing_expert(sparse: Sparse) -> None:
             file[:] = [tensor for tensor in file if (tensor.layer, tensor.expert) != (2, 15)]
 
     message = refused(SourceError, sparse(tensors=without_expert))
-    assert message == (
-        "language_model.model.layers.2.mlp.experts.15.gate_proj.weight_packed and 8 more tensors of this layer's 16 experts missing: "
-        "no weight file of the checkpoint has it; fetch the checkpoint again"
+    assert (
+        message
+        == "language_model.model.layers.2.mlp.experts.15.gate_proj.weight_packed and 8 more tensors of this"
+        " layer's 16 experts missing: no weight file of the checkpoint has it; fetch the checkpoint again"
     )
 
 
@@ -144,13 +264,19 @@ def test_a_missing_expert(sparse: Sparse) -> None:
 )
 def test_tensors_without_a_rule(sparse: Sparse, name: str, dtype: str, shape: tuple[int, ...]) -> None:
     message = refused(SourceError, sparse(tensors=add(name, dtype, shape)))
-    assert message.startswith(f"1 tensors have no rule, such as {name} in model-00001-of-000006.safetensors (1 of that form)")
-    assert ("only routed experts may be quantized" in message) == name.endswith((".weight_packed", "zero_point", "g_idx"))
+    assert message.startswith(
+        f"1 tensors have no rule, such as {name} in model-00001-of-000006.safetensors (1 of that form)"
+    )
+    assert ("only routed experts may be quantized" in message) == name.endswith(
+        (".weight_packed", "zero_point", "g_idx")
+    )
 
 
 def test_a_quantized_tensor_in_the_place_of_a_plain_one_is_missing(sparse: Sparse) -> None:
     name = "language_model.model.layers.0.self_attn.q_b_proj.weight"
-    assert refused(SourceError, sparse(tensors=edit(name, name=name + "_packed"))).startswith(f"{name} is missing")
+    assert refused(SourceError, sparse(tensors=edit(name, name=name + "_packed"))).startswith(
+        f"{name} is missing"
+    )
 
 
 def test_a_plan_of_one_layer_still_wants_the_whole_checkpoint(sparse: Sparse) -> None:
@@ -160,4 +286,6 @@ def test_a_plan_of_one_layer_still_wants_the_whole_checkpoint(sparse: Sparse) ->
 
 def test_more_tensors_than_a_small_loader_takes(sparse: Sparse) -> None:
     source = sparse(vt_layers=90)
-    assert refused(SourceError, source).startswith("common: 1361 tensors in one file, more than the 1024 a small loader takes")
+    assert refused(SourceError, source).startswith(
+        "common: 1361 tensors in one file, more than the 1024 a small loader takes"
+    )

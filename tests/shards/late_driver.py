@@ -1,4 +1,6 @@
-"""The functions that the loader's loop calls, with a GPU that copies as late as it may: to memory of this process."""
+"""The functions that the loader's loop calls, with a GPU that copies as late as it may: to memory of this
+process.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ SIZE = 4096
 
 
 class LateDriver:
-    """A copy happens only when somebody waits for an event recorded after it: a buffer that is filled too early is seen in what arrives.
+    """A copy happens only when somebody waits for an event recorded after it: a buffer that is filled too
+    early is seen in what arrives.
 
     `fails` is which call fails, as (copy, record or wait, its number). A read brings `most` bytes.
     """
@@ -23,8 +26,14 @@ class LateDriver:
         self.recorded: dict[int, tuple[int, int]] = {}
         self.buffers: dict[int, list[int]] = defaultdict(list)
         self.calls, self.fails, self.most = Counter[str](), fails, most
-        kinds = [ctypes.CFUNCTYPE(result, *[WORD] * n) for result, n in ((WORD, 4), (ctypes.c_int, 4), (ctypes.c_int, 2), (ctypes.c_int, 1))]
-        self._kept = [kind(function) for kind, function in zip(kinds, (self._read, self._copy, self._record, self._wait), strict=True)]
+        kinds = [
+            ctypes.CFUNCTYPE(result, *[WORD] * n)
+            for result, n in ((WORD, 4), (ctypes.c_int, 4), (ctypes.c_int, 2), (ctypes.c_int, 1))
+        ]
+        self._kept = [
+            kind(function)
+            for kind, function in zip(kinds, (self._read, self._copy, self._record, self._wait), strict=True)
+        ]
         self.functions = Functions(*(address_of(function) for function in self._kept))
 
     def _fails(self, name: str) -> bool:

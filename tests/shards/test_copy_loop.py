@@ -1,4 +1,6 @@
-"""The compiled loop of the loader, with functions of this test in the place of CUDA's driver: copies happen as late as the driver is allowed to."""
+"""The compiled loop of the loader, with functions of this test in the place of CUDA's driver: copies happen
+as late as the driver is allowed to.
+"""
 
 import os
 from itertools import pairwise
@@ -29,20 +31,30 @@ class Loads:
     def __init__(self, path: Path, size: int, driver: LateDriver) -> None:
         self.descriptor = os.open(path, os.O_RDONLY)
         self.target = np.zeros(size, np.uint8)
-        self.table = np.array([(self.descriptor, at, self.target.ctypes.data + at, min(SIZE, size - at)) for at in range(0, size, SIZE)], np.int64)
+        self.table = np.array(
+            [
+                (self.descriptor, at, self.target.ctypes.data + at, min(SIZE, size - at))
+                for at in range(0, size, SIZE)
+            ],
+            np.int64,
+        )
         self.taken, self.driver = np.zeros(1, np.int64), driver
         self.memory = [np.zeros((2, SIZE), np.uint8) for _ in range(4)]
 
     def run(self, thread: int = 0, turn: int = 0) -> tuple[int, int]:
         buffers = self.memory[thread].ctypes.data + SIZE * np.arange(2)
         events = np.array([10 * thread + 1, 10 * thread + 2])
-        part, turn = read_and_copy(self.table, self.taken.ctypes.data, buffers, events, thread, turn, self.driver.functions)
+        part, turn = read_and_copy(
+            self.table, self.taken.ctypes.data, buffers, events, thread, turn, self.driver.functions
+        )
         return part, turn
 
 
 @pytest.mark.parametrize("most", [SIZE, 1000])
 @pytest.mark.parametrize("threads", [1, 4])
-def test_every_byte_arrives_once_and_no_buffer_is_filled_before_it_was_copied(file: File, threads: int, most: int) -> None:
+def test_every_byte_arrives_once_and_no_buffer_is_filled_before_it_was_copied(
+    file: File, threads: int, most: int
+) -> None:
     path, data = file
     driver = LateDriver(most=most)
     loads, ends = Loads(path, data.size, driver), list[tuple[int, int]]()
@@ -56,7 +68,9 @@ def test_every_byte_arrives_once_and_no_buffer_is_filled_before_it_was_copied(fi
     assert [part for part, _ in ends] == [-1] * threads
     assert sum(turn for _, turn in ends) == len(loads.table) == driver.calls["copy"]
     for used in driver.buffers.values():
-        assert all(a != b for a, b in pairwise(used)), "a part was read into the buffer that was just being copied, and had to wait"
+        assert all(a != b for a, b in pairwise(used)), (
+            "a part was read into the buffer that was just being copied, and had to wait"
+        )
 
 
 def test_a_part_that_cannot_be_read_whole_is_the_callers(file: File) -> None:

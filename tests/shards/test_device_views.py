@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import make_small
 
+from checkpoints import make_small
 from marlin_convert import convert, open_shards
 
 torch = pytest.importorskip("torch", reason="torch views need torch")
@@ -31,7 +31,9 @@ def test_host_tensors_are_the_stored_bytes(converted: Path) -> None:
     for name in names:
         array, tensor = shards[name], loaded[name]
         assert tuple(tensor.shape) == array.shape
-        assert tensor.contiguous().view(torch.uint8).numpy().tobytes() == np.ascontiguousarray(array).tobytes()
+        assert (
+            tensor.contiguous().view(torch.uint8).numpy().tobytes() == np.ascontiguousarray(array).tobytes()
+        )
 
 
 def test_fused_view_is_its_members_one_after_the_other(converted: Path) -> None:
@@ -96,7 +98,9 @@ def test_layer_and_expert_views(converted: Path) -> None:
     shards = open_shards(converted, 1)
     prefix = "language_model.model.layers.1."
     layer = shards.layer(1)
-    assert set(layer) == set(shards.names("layer-001")) | {name for name in shards.fused_names() if name.startswith(prefix)}
+    assert set(layer) == set(shards.names("layer-001")) | {
+        name for name in shards.fused_names() if name.startswith(prefix)
+    }
     words = shards[prefix + "mlp.experts.w13_weight_packed"]
     assert np.array_equal(shards.expert(prefix + "mlp.experts.w13_weight_packed", 5), words[5])
     with pytest.raises(UsageError, match="owns the experts 0 to 15, not 16"):

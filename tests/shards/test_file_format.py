@@ -1,4 +1,6 @@
-"""Shard files: every promise of the format page, for tensors of any sizes; and headers that the reference library reads."""
+"""Shard files: every promise of the format page, for tensors of any sizes; and headers that the reference
+library reads.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,26 @@ from hypothesis import strategies as st
 from safetensors import deserialize
 
 from marlin_convert.checkpoint.header import DTYPE_SIZE, parse_header
-from marlin_convert.shards.format import FileLayout, TensorSpec, data_start, header_bytes, header_json, is_filler, lay_out, metadata_of
+from marlin_convert.shards.format import (
+    FileLayout,
+    TensorSpec,
+    data_start,
+    header_bytes,
+    header_json,
+    is_filler,
+    lay_out,
+    metadata_of,
+)
 
 PAGE = 4096
 Specs = list[tuple[TensorSpec, str | None]]
 
 # Sizes around a page and its multiples, and any others.
-extents = st.one_of(st.integers(1, 40), st.sampled_from([1023, 1024, 1025, 2047, 2048, 2049, 4095, 4096, 4097, 8192, 12288]), st.integers(1, 20_000))
+extents = st.one_of(
+    st.integers(1, 40),
+    st.sampled_from([1023, 1024, 1025, 2047, 2048, 2049, 4095, 4096, 4097, 8192, 12288]),
+    st.integers(1, 20_000),
+)
 
 
 @st.composite
@@ -29,7 +44,16 @@ def tensors(draw: st.DrawFn) -> Specs:
         dtype = draw(st.sampled_from(["BF16", "I32", "F32", "U8", "I64"]))
         fuse = f"fused.{block}" if draw(st.booleans()) else None
         for member in range(draw(st.integers(1, 3)) if fuse else 1):
-            specs.append((TensorSpec(f"t.{block}.{member}", dtype, (draw(extents), *draw(st.sampled_from([(), (2,), (1, 3)])))), fuse))
+            specs.append(
+                (
+                    TensorSpec(
+                        f"t.{block}.{member}",
+                        dtype,
+                        (draw(extents), *draw(st.sampled_from([(), (2,), (1, 3)]))),
+                    ),
+                    fuse,
+                )
+            )
     return specs
 
 
@@ -51,7 +75,13 @@ def real(layout: FileLayout) -> list[TensorSpec]:
 @many
 @given(specs=tensors())
 @example(specs=[(TensorSpec("big", "U8", (5001,)), None), (TensorSpec("bias", "F32", (4,)), None)])
-@example(specs=[(TensorSpec("big", "BF16", (2049,)), None), (TensorSpec("table", "I64", (4,)), None), (TensorSpec("bias", "F32", (4,)), None)])
+@example(
+    specs=[
+        (TensorSpec("big", "BF16", (2049,)), None),
+        (TensorSpec("table", "I64", (4,)), None),
+        (TensorSpec("bias", "F32", (4,)), None),
+    ]
+)
 def test_every_promise(specs: Specs) -> None:
     layout = lay_out(specs)
     # each tensor once, with no hole and no overlap
@@ -97,11 +127,20 @@ def test_order(specs: Specs) -> None:
     order = [spec.name for spec in real(layout)]
     whole = [spec.name for block in blocks if sum(spec.size for spec in block) % PAGE == 0 for spec in block]
     assert order[: len(whole)] == whole, "whole pages first, in load order"
-    large = [spec.name for block in blocks if (size := sum(spec.size for spec in block)) % PAGE and size > PAGE for spec in block]
-    assert order[len(whole) : len(whole) + len(large)] == large, "then what is more than a page, in load order"
+    large = [
+        spec.name
+        for block in blocks
+        if (size := sum(spec.size for spec in block)) % PAGE and size > PAGE
+        for spec in block
+    ]
+    assert order[len(whole) : len(whole) + len(large)] == large, (
+        "then what is more than a page, in load order"
+    )
     small = [block for block in blocks if sum(spec.size for spec in block) < PAGE]
     small.sort(key=lambda block: -DTYPE_SIZE[block[0].dtype])
-    assert order[len(whole) + len(large) :] == [spec.name for block in small for spec in block], "then the small ones by element size"
+    assert order[len(whole) + len(large) :] == [spec.name for block in small for spec in block], (
+        "then the small ones by element size"
+    )
 
 
 @many
@@ -113,14 +152,20 @@ def test_fused_views(specs: Specs) -> None:
     for spec, fuse in specs:
         if fuse is not None:
             members.setdefault(fuse, []).append(spec.name)
-    assert {view.name: list(view.members) for view in layout.fused} == {name: names for name, names in members.items() if len(names) > 1}
+    assert {view.name: list(view.members) for view in layout.fused} == {
+        name: names for name, names in members.items() if len(names) > 1
+    }
     for view in layout.fused:
         for first, second in zip(view.members, view.members[1:], strict=False):
             assert places[second].offset == places[first].end
 
 
 @many
-@given(specs=tensors(), metadata=st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3), more=st.integers(0, 2))
+@given(
+    specs=tensors(),
+    metadata=st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3),
+    more=st.integers(0, 2),
+)
 def test_headers_open_with_the_reference_library(specs: Specs, metadata: dict[str, str], more: int) -> None:
     layout = lay_out(specs)
     assume(layout.data_size < 400_000)
@@ -131,12 +176,22 @@ def test_headers_open_with_the_reference_library(specs: Specs, metadata: dict[st
     assert int.from_bytes(head[:8], "little") == start - 8
     assert head.rstrip(b" ").endswith(b"}")
     data = (bytes(range(251)) * (layout.data_size // 251 + 1))[: layout.data_size]
-    theirs = {name: (entry["dtype"], entry["shape"], bytes(entry["data"])) for name, entry in deserialize(head + data)}
-    assert theirs == {p.spec.name: (p.spec.dtype, list(p.spec.shape), data[p.offset : p.end]) for p in layout.tensors}
+    theirs = {
+        name: (entry["dtype"], entry["shape"], bytes(entry["data"]))
+        for name, entry in deserialize(head + data)
+    }
+    assert theirs == {
+        p.spec.name: (p.spec.dtype, list(p.spec.shape), data[p.offset : p.end]) for p in layout.tensors
+    }
     ours = parse_header("f", start + layout.data_size, head[8:])
     assert ours.metadata == metadata
-    assert [(t.name, t.offset - start) for t in ours.tensors] == [(p.spec.name, p.offset) for p in layout.tensors]
-    assert list(json.loads(head[8:])) == ["__metadata__", *(p.spec.name for p in layout.tensors)], "in file order"
+    assert [(t.name, t.offset - start) for t in ours.tensors] == [
+        (p.spec.name, p.offset) for p in layout.tensors
+    ]
+    assert list(json.loads(head[8:])) == [
+        "__metadata__",
+        *(p.spec.name for p in layout.tensors),
+    ], "in file order"
 
 
 def test_data_starts_where_the_longest_header_ends() -> None:
@@ -162,8 +217,14 @@ def test_one_of_a_pair_alone_is_no_view() -> None:
 @pytest.mark.parametrize(
     ("specs", "message"),
     [
-        ([TensorSpec(f"t{i}", "U8", (PAGE,)) for i in range(1025)], "1025 tensors in one file, more than the 1024"),
-        ([TensorSpec(f"t{i}", "U8", (3,)) for i in range(1024)], "1025 tensors in one file, more than the 1024"),
+        (
+            [TensorSpec(f"t{i}", "U8", (PAGE,)) for i in range(1025)],
+            "1025 tensors in one file, more than the 1024",
+        ),
+        (
+            [TensorSpec(f"t{i}", "U8", (3,)) for i in range(1024)],
+            "1025 tensors in one file, more than the 1024",
+        ),
         ([TensorSpec("n" * 128, "U8", (3,))], "is not 1 to 127 ASCII characters"),
         ([TensorSpec("ü", "U8", (3,))], "is not 1 to 127 ASCII characters"),
         ([TensorSpec("a\\b", "U8", (3,))], "without backslash or quote"),
@@ -194,8 +255,15 @@ def test_sizes() -> None:
 
 def test_identity() -> None:
     assert metadata_of("s" * 32, "layout", 8, 2, 5, "7", range(8, 16)) == {
-        "format": "marlin-convert", "format_version": "1", "layout": "layout", "source": "s" * 32, "tp": "8", "ep": "2", "rank": "5", "layer": "7",
+        "format": "marlin-convert",
+        "format_version": "1",
+        "layout": "layout",
+        "source": "s" * 32,
+        "tp": "8",
+        "ep": "2",
+        "rank": "5",
+        "layer": "7",
         "expert_range": "8:16",
-    }  # fmt: skip
+    }
     assert metadata_of("s" * 32, "layout", 8, 2, None, "common", range(0))["rank"] == "common"
     assert metadata_of("s" * 32, "layout", 8, 2, 0, "top", range(0))["expert_range"] == "0:0"

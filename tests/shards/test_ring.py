@@ -1,4 +1,6 @@
-"""The pinned ring with the late driver in the place of CUDA: what it does when something fails or somebody interrupts."""
+"""The pinned ring with the late driver in the place of CUDA: what it does when something fails or somebody
+interrupts.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,12 @@ class Cuda:
         return Stream(self, next(self.numbers))
 
     def all_waited_for(self) -> bool:
-        """Every stream that copied anything. A thread that came too late to do anything may still be about to end."""
-        return {stream for stream, buffers in self.driver.buffers.items() if buffers} <= set(self.synchronized)
+        """Every stream that copied anything. A thread that came too late to do anything may still be about to
+        end.
+        """
+        return {stream for stream, buffers in self.driver.buffers.items() if buffers} <= set(
+            self.synchronized
+        )
 
 
 class Stream:
@@ -105,7 +111,9 @@ def load(path: Path, ring: PinnedRing, file: OpenFile | None = None, more: int =
 
 @pytest.mark.parametrize("threads", [1, 3, 200])
 @pytest.mark.parametrize("most", [SIZE, 1000])
-def test_every_byte_arrives_by_the_compiled_loop_alone(path: Path, start: Start, threads: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_byte_arrives_by_the_compiled_loop_alone(
+    path: Path, start: Start, threads: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cuda = start(LateDriver(most=most))
     monkeypatch.setattr(ring_module, "_again", lambda *_: pytest.fail("the compiled loop left a part"))
     assert load(path, PinnedRing(threads, SIZE)).numpy().tobytes() == path.read_bytes()
@@ -128,7 +136,9 @@ def test_direct_reads_that_are_refused(path: Path, start: Start) -> None:
 
 def test_a_file_that_ends_early(path: Path, start: Start) -> None:
     cuda = start(LateDriver())
-    with pytest.raises(MachineError, match=f"data ended at byte {100 * SIZE + 80} while it was being read; run verify"):
+    with pytest.raises(
+        MachineError, match=f"data ended at byte {100 * SIZE + 80} while it was being read; run verify"
+    ):
         load(path, PinnedRing(2, SIZE), more=5 * SIZE)
     assert cuda.all_waited_for()
 
@@ -146,7 +156,9 @@ def test_the_first_failure_stops_all(path: Path, start: Start, monkeypatch: pyte
     assert cuda.all_waited_for()
 
 
-def test_no_thread_reads_or_copies_after_an_interrupt(path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_reads_or_copies_after_an_interrupt(
+    path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor after three: the file is closed and the memory is somebody else's by then."""
     cuda, real, interrupts = start(LateDriver()), ring_module._Job.wait, iter(range(3))
     begun = threading.Event()

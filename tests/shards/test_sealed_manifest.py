@@ -1,4 +1,6 @@
-"""A sealed document shows every change of its bytes; a manifest that is none is an OutputError and nothing else."""
+"""A sealed document shows every change of its bytes; a manifest that is none is an OutputError and nothing
+else.
+"""
 
 from __future__ import annotations
 
@@ -31,22 +33,50 @@ DOCUMENT: dict[str, Any] = {
     "checks": "exact",
     "source": {"id": "0123456789abcdef0123456789abcdef", "files": 1, "tensors": 3, "payload_bytes": 5},
     "parallel": {"tp": 2, "ep": 1, "moe_tp": 2, "padding": None, "rules": "0" * 32},
-    "ranks": [0, 1], "layers": [0], "complete": True, "model": {"hidden_size": 256},
+    "ranks": [0, 1],
+    "layers": [0],
+    "complete": True,
+    "model": {"hidden_size": 256},
     "units": [
-        {"name": "layer-000", "layer": 0, "tensors": [{"tensor": "a", "rule": "row", "axis": 1, "parts": "tp", "from": ["a"]}], "checked": ["s"]}
+        {
+            "name": "layer-000",
+            "layer": 0,
+            "tensors": [{"tensor": "a", "rule": "row", "axis": 1, "parts": "tp", "from": ["a"]}],
+            "checked": ["s"],
+        }
     ],
     "shards": [
         {
-            "path": "rank-00-of-02/layer-000.safetensors", "unit": "layer-000", "rank": 0, "size": 8192, "header": "1" * 32, "digest": "2" * 32,
+            "path": "rank-00-of-02/layer-000.safetensors",
+            "unit": "layer-000",
+            "rank": 0,
+            "size": 8192,
+            "header": "1" * 32,
+            "digest": "2" * 32,
             "tensors": [
-                {"name": "a", "dtype": "BF16", "shape": [2, 3], "offset": 4096, "size": 12, "digest": "3" * 32},
-                {"name": "w", "dtype": "I32", "shape": [2, 1], "offset": 4108, "size": 8, "digest": "4" * 32, "experts": 0},
+                {
+                    "name": "a",
+                    "dtype": "BF16",
+                    "shape": [2, 3],
+                    "offset": 4096,
+                    "size": 12,
+                    "digest": "3" * 32,
+                },
+                {
+                    "name": "w",
+                    "dtype": "I32",
+                    "shape": [2, 1],
+                    "offset": 4108,
+                    "size": 8,
+                    "digest": "4" * 32,
+                    "experts": 0,
+                },
             ],
             "fused": [{"name": "f", "dtype": "BF16", "shape": [4, 3], "offset": 4096, "members": ["a", "b"]}],
         }
     ],
     "files": [{"path": "config.json", "size": 3, "digest": "5" * 32}],
-}  # fmt: skip
+}
 PATH = Path("out/manifest.json")
 
 
@@ -80,7 +110,9 @@ def test_every_other_change_is_seen(data: st.DataObject) -> None:
     assert seal_holds(changed) == (changed == raw)
 
 
-@pytest.mark.parametrize("raw", [b"", b"{}", b'"digest":"', b'{"digest":""}', b'{"digest":"' + b"0" * 32 + b'"}', b"\xff" * 50])
+@pytest.mark.parametrize(
+    "raw", [b"", b"{}", b'"digest":"', b'{"digest":""}', b'{"digest":"' + b"0" * 32 + b'"}', b"\xff" * 50]
+)
 def test_what_has_no_seal(raw: bytes) -> None:
     assert not seal_holds(raw)
 
@@ -88,13 +120,33 @@ def test_what_has_no_seal(raw: bytes) -> None:
 def test_a_manifest_as_read(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_bytes(sealed(DOCUMENT))
     manifest = read_manifest(tmp_path)
-    assert (manifest.tp, manifest.ep, manifest.ranks, manifest.layers, manifest.complete) == (2, 1, (0, 1), (0,), True)
-    assert (manifest.checks, manifest.layout_id, manifest.group_size) == ("exact", "moe_wna16_marlin.u4b8", 32)
+    assert (manifest.tp, manifest.ep, manifest.ranks, manifest.layers, manifest.complete) == (
+        2,
+        1,
+        (0, 1),
+        (0,),
+        True,
+    )
+    assert (manifest.checks, manifest.layout_id, manifest.group_size) == (
+        "exact",
+        "moe_wna16_marlin.u4b8",
+        32,
+    )
     assert (manifest.source_id, manifest.model) == ("0123456789abcdef0123456789abcdef", {"hidden_size": 256})
     (unit,) = manifest.units
-    assert (unit.name, unit.layer, unit.checked, unit.tensors) == ("layer-000", 0, ("s",), (Origin("a", "row", 1, "tp", ("a",)),))
+    assert (unit.name, unit.layer, unit.checked, unit.tensors) == (
+        "layer-000",
+        0,
+        ("s",),
+        (Origin("a", "row", 1, "tp", ("a",)),),
+    )
     (shard,) = manifest.shards
-    assert (shard.path, shard.unit, shard.rank, shard.size) == ("rank-00-of-02/layer-000.safetensors", "layer-000", 0, 8192)
+    assert (shard.path, shard.unit, shard.rank, shard.size) == (
+        "rank-00-of-02/layer-000.safetensors",
+        "layer-000",
+        0,
+        8192,
+    )
     assert (shard.header, shard.digest) == ("1" * 32, "2" * 32)
     assert shard.tensors == (
         StoredTensor("a", "BF16", (2, 3), 4096, 12, "3" * 32, None),
@@ -119,14 +171,19 @@ def test_a_manifest_that_is_not_there_or_not_whole(tmp_path: Path) -> None:
         read_manifest(tmp_path)
 
 
-@pytest.mark.parametrize(("key", "value"), [("format", "other"), *(("format_version", value) for value in (2, 0, "1", True, 1.0, None))])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("format", "other"), *(("format_version", value) for value in (2, 0, "1", True, 1.0, None))],
+)
 def test_another_format_or_version(key: str, value: Any) -> None:
     raw = json.dumps(json.loads(sealed(DOCUMENT)) | {key: value}).encode()
     with pytest.raises(OutputError, match="this program reads marlin-convert version 1"):
         parse_manifest(raw, PATH)
 
 
-@pytest.mark.parametrize("raw", [b"", b"[]", b"7", b'"format"', b"null", b"{}", b"[" * 100_000, b"\xff\xfe", sealed(DOCUMENT)[:-1]])
+@pytest.mark.parametrize(
+    "raw", [b"", b"[]", b"7", b'"format"', b"null", b"{}", b"[" * 100_000, b"\xff\xfe", sealed(DOCUMENT)[:-1]]
+)
 def test_what_is_no_manifest(raw: bytes) -> None:
     with pytest.raises(OutputError, match=r"out/manifest\.json: not a manifest of this format"):
         parse_manifest(raw, PATH)
@@ -141,9 +198,17 @@ def test_a_key_twice() -> None:
 def test_every_key_is_needed() -> None:
     whole = json.loads(sealed(DOCUMENT))
     for *above, key in paths(whole):
-        if isinstance(key, int) or above[:1] in (["model"],) or key in ("digest", "num_bits", "symmetric", "moe_tp", "padding", "rules"):
+        if (
+            isinstance(key, int)
+            or above[:1] in (["model"],)
+            or key in ("digest", "num_bits", "symmetric", "moe_tp", "padding", "rules")
+        ):
             continue
-        if (above, key) in ((["source"], "files"), (["source"], "tensors"), (["source"], "payload_bytes")) or key in ("model", "experts"):
+        if (above, key) in (
+            (["source"], "files"),
+            (["source"], "tensors"),
+            (["source"], "payload_bytes"),
+        ) or key in ("model", "experts"):
             continue
         document = copy.deepcopy(whole)
         section: Any = document
@@ -157,7 +222,13 @@ def test_every_key_is_needed() -> None:
 def paths(section: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Where every value of a document is."""
     found = [above] if above else []
-    for key, inner in section.items() if isinstance(section, dict) else enumerate(section) if isinstance(section, list) else ():
+    for key, inner in (
+        section.items()
+        if isinstance(section, dict)
+        else enumerate(section)
+        if isinstance(section, list)
+        else ()
+    ):
         found += paths(inner, (*above, key))
     return found
 
@@ -183,7 +254,9 @@ def test_mutated_manifests(data: st.DataObject, count: int) -> None:
     else:
         assert isinstance(manifest, Manifest)
         numbers = [manifest.tp, manifest.ep, manifest.group_size, *manifest.ranks, *manifest.layers]
-        numbers += [n for shard in manifest.shards for t in shard.tensors for n in (t.offset, t.size, *t.shape)]
+        numbers += [
+            n for shard in manifest.shards for t in shard.tensors for n in (t.offset, t.size, *t.shape)
+        ]
         assert all(type(n) is int for n in numbers)
         assert all(type(shard.path) is str for shard in (*manifest.shards, *manifest.files))
         return
@@ -192,6 +265,11 @@ def test_mutated_manifests(data: st.DataObject, count: int) -> None:
 
 def test_what_stands_in_the_converted_config() -> None:
     assert quantization_config("moe_wna16_marlin.u4b8", 4, 32, True) == {
-        "quant_method": "marlin-convert", "format": "moe_wna16_marlin.u4b8", "format_version": 1, "bits": 4, "group_size": 32, "symmetric": True,
+        "quant_method": "marlin-convert",
+        "format": "moe_wna16_marlin.u4b8",
+        "format_version": 1,
+        "bits": 4,
+        "group_size": 32,
+        "symmetric": True,
         "modules": "routed_experts",
-    }  # fmt: skip
+    }

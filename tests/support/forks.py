@@ -1,7 +1,8 @@
 """Command lines run in forks of one warmed process, and broken at a chosen call.
 
-A fork has everything imported and compiled, so a run takes a fraction of a second, and a fault can be set where it is wanted: a kill, a signal, an
-error of the system, at the n-th call of a function. Run as a script it is the process that forks; `Forks` is the other end.
+A fork has everything imported and compiled, so a run takes a fraction of a second, and a fault can be set
+where it is wanted: a kill, a signal, an error of the system, at the n-th call of a function. Run as a script
+it is the process that forks; `Forks` is the other end.
 """
 
 from __future__ import annotations
@@ -43,8 +44,10 @@ class Forks:
         self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def run(self, *arguments: object, fault: dict[str, Any] | None = None) -> Done:
-        """Run a command line. `fault`: `call` (one of CALLS), `number` (from 0), `action` (a signal's name, an errno's name, or "run"),
-        and for "run" the `command` that is run in the midst, whose end is kept in the file `result`."""
+        """Run a command line. `fault`: `call` (one of CALLS), `number` (from 0), `action` (a signal's name,
+        an errno's name, or "run"), and for "run" the `command` that is run in the midst, whose end is kept in
+        the file `result`.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         files = {name: str(self._folder / name) for name in ("stdout", "stderr", "counts")}
@@ -54,13 +57,18 @@ class Forks:
         code = int(self._process.stdout.readline())
         counts = Path(files["counts"])
         return Done(
-            code, Path(files["stdout"]).read_text(), Path(files["stderr"]).read_text(), json.loads(counts.read_text()) if counts.exists() else {}
+            code,
+            Path(files["stdout"]).read_text(),
+            Path(files["stderr"]).read_text(),
+            json.loads(counts.read_text()) if counts.exists() else {},
         )
 
     def __enter__(self) -> Forks:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
@@ -93,7 +101,9 @@ class _Faults:
         action = self.fault["action"]
         if action == "run":
             done = subprocess.run(self.fault["command"], capture_output=True, text=True, check=False)
-            pathlib.Path(self.fault["result"]).write_text(json.dumps([done.returncode, done.stdout, done.stderr]))
+            pathlib.Path(self.fault["result"]).write_text(
+                json.dumps([done.returncode, done.stdout, done.stderr])
+            )
         elif action.startswith("SIG"):
             os.kill(os.getpid(), getattr(signal, action))
         else:

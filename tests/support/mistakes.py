@@ -1,4 +1,5 @@
-"""The usual mistakes of a converter, planted in a converted folder: what each looks like to the kernel is what its check must say.
+"""The usual mistakes of a converter, planted in a converted folder: what each looks like to the kernel is
+what its check must say.
 
 `plant` edits the shard files in place; digests are left as they were.
 """
@@ -28,7 +29,8 @@ _SCALE = 1
 
 @dataclass(frozen=True)
 class Planted:
-    """What was planted where. `projection` and `looks` are what a finding must name; `experts` those with a finding each.
+    """What was planted where. `projection` and `looks` are what a finding must name; `experts` those with a
+    finding each.
 
     `wrong` is the largest number of weights that may differ, None for a mistake that spoils a whole matrix.
     """
@@ -46,7 +48,9 @@ class Planted:
 
 @dataclass(frozen=True)
 class _Stacks:
-    """Writable views of a rank's stacked tensors of one matrix, which of the experts, and how to open the next slice's rank."""
+    """Writable views of a rank's stacked tensors of one matrix, which of the experts, and how to open the
+    next slice's rank.
+    """
 
     words: Words
     scales: Bits
@@ -63,7 +67,9 @@ class _Stacks:
 def _swap_halves(stacks: _Stacks) -> None:
     for tensor in (stacks.words, stacks.scales):
         half = tensor.shape[-1] // 2
-        tensor[stacks.index] = np.concatenate((tensor[stacks.index][:, half:], tensor[stacks.index][:, :half]), axis=1)
+        tensor[stacks.index] = np.concatenate(
+            (tensor[stacks.index][:, half:], tensor[stacks.index][:, :half]), axis=1
+        )
 
 
 def _published_scales(stacks: _Stacks) -> Bits:
@@ -123,10 +129,16 @@ def _one_scale(stacks: _Stacks) -> None:
 MISTAKES: dict[str, tuple[Callable[[_Stacks], None], str]] = {
     "gate and up swapped": (_swap_halves, "gate and up are swapped"),
     "scales not permuted": (_plain_scales, "the scales are not permuted"),
-    "scales permuted with the wrong width": (_wrong_width, "the scales are permuted in the order of 32 columns, not of 64"),
+    "scales permuted with the wrong width": (
+        _wrong_width,
+        "the scales are permuted in the order of 32 columns, not of 64",
+    ),
     "another rank's slice": (_other_slice, "it is the slice of rank {other_rank}"),
     "missing -8": (_no_offset, "the codes lack the offset of 8"),
-    "nibbles swapped": (_change_published(lambda data: (data >> 4) | (data << 4)), "the two nibbles of each byte are swapped"),
+    "nibbles swapped": (
+        _change_published(lambda data: (data >> 4) | (data << 4)),
+        "the two nibbles of each byte are swapped",
+    ),
     "nibbles reversed": (_change_published(_reverse_words), "the nibbles of each word are in reverse order"),
     "experts shifted by one": (_shift_experts, "it is expert {next_expert}"),
     "one nibble": (_one_nibble, ""),
@@ -141,7 +153,9 @@ def mistakes(matrix: str, moe_tp: int) -> list[str]:
 
 
 def plant(out: Path, mistake: str, layer: int, rank: int, expert: int, matrix: str = "w13") -> Planted:
-    """Make a mistake in one matrix of one expert on one rank ("experts shifted by one": of it and all after it)."""
+    """Make a mistake in one matrix of one expert on one rank ("experts shifted by one": of it and all after
+    it).
+    """
     document = json.loads((out / "manifest.json").read_bytes())
     moe_tp = document["parallel"]["moe_tp"]
     local = document["model"]["n_routed_experts"] // document["parallel"]["ep"]
@@ -155,18 +169,30 @@ def plant(out: Path, mistake: str, layer: int, rank: int, expert: int, matrix: s
     words, scales = _open(out, document, layer, rank, matrix)
     index = expert % local
     before = words[index].copy(), scales[index].copy()
-    spoil(_Stacks(words, scales, document["layout"]["group_size"], index, lambda: _open(out, document, layer, other_rank, matrix)))
+    spoil(
+        _Stacks(
+            words,
+            scales,
+            document["layout"]["group_size"],
+            index,
+            lambda: _open(out, document, layer, other_rank, matrix),
+        )
+    )
     if (before[0] == words[index]).all() and (before[1] == scales[index]).all():
         raise ValueError(f"{mistake} changes nothing here")
     for view in (words, scales):
         view.flush()  # type: ignore[attr-defined]
     return Planted(
-        mistake, layer, rank, expert, matrix,
+        mistake,
+        layer,
+        rank,
+        expert,
+        matrix,
         projection="down_proj" if matrix == "w2" else "gate_proj",
         looks=looks.format(other_rank=other_rank, next_expert=expert + 1),
         experts=tuple(range(expert, last + 1)) if shifted else (expert,),
         wrong={"one nibble": 1, "one last bit of one scale": document["layout"]["group_size"]}.get(mistake),
-    )  # fmt: skip
+    )
 
 
 def _open(out: Path, document: dict[str, Any], layer: int, rank: int, matrix: str) -> tuple[Words, Bits]:
@@ -174,6 +200,8 @@ def _open(out: Path, document: dict[str, Any], layer: int, rank: int, matrix: st
     shard = next(s for s in document["shards"] if s["rank"] == rank and s["unit"] == f"layer-{layer:03d}")
     views: list[Any] = []
     for kind, dtype in (("packed", np.int32), ("scale", np.uint16)):
-        tensor = next(t for t in shard["tensors"] if t["name"].endswith(f".mlp.experts.{matrix}_weight_{kind}"))
+        tensor = next(
+            t for t in shard["tensors"] if t["name"].endswith(f".mlp.experts.{matrix}_weight_{kind}")
+        )
         views.append(np.memmap(out / shard["path"], dtype, "r+", tensor["offset"], tuple(tensor["shape"])))
     return views[0], views[1]

@@ -1,9 +1,12 @@
-"""What a GPU thread makes of Marlin words and scales: an oracle that knows neither the layout code nor its slicing.
+"""What a GPU thread makes of Marlin words and scales: an oracle that knows neither the layout code nor its
+slicing.
 
-It follows the reading side. A warp of 32 lanes works on a tile of 16 inputs (k) by 64 outputs (n) of a weight matrix
-and feeds it to the tensor core instruction mma.m16n8k16, which takes a B operand of 16 (k) by 8 (n) values:
+It follows the reading side. A warp of 32 lanes works on a tile of 16 inputs (k) by 64 outputs (n) of a weight
+matrix and feeds it to the tensor core instruction mma.m16n8k16, which takes a B operand of 16 (k) by 8 (n)
+values:
 
-1. Tiles lie k-tile by k-tile, in a k-tile from left to right. Of a tile each lane loads one vector of four words.
+1. Tiles lie k-tile by k-tile, in a k-tile from left to right. Of a tile each lane loads one vector of four
+words.
 2. Each word of the vector is two B operands side by side: 16 of the tile's 64 columns.
 3. A lane unpacks a word to four packed pairs of values, and a pair is one register of an operand.
 4. The instruction says which (k, n) of the operand each lane's registers stand for.
@@ -33,8 +36,8 @@ Scales = NDArray[Any]
 def operand_place(lane: int, register: int, half: int) -> tuple[int, int]:
     """The (k, n) in a 16 x 8 B operand of mma.m16n8k16 that half a register of a lane stands for.
 
-    From the instruction's definition: lanes form 8 groups of 4, the group is the column; within a group each lane has
-    two neighbouring rows in its first register and the rows 8 further down in its second.
+    From the instruction's definition: lanes form 8 groups of 4, the group is the column; within a group each
+    lane has two neighbouring rows in its first register and the rows 8 further down in its second.
     """
     group, in_group = divmod(lane, 4)
     return 2 * in_group + half + 8 * register, group
@@ -43,8 +46,9 @@ def operand_place(lane: int, register: int, half: int) -> tuple[int, int]:
 def unpacked_nibble(operand: int, register: int, half: int) -> int:
     """Which nibble of a word lands in half a register of its first or second B operand.
 
-    The unpacking masks the word with 0x000f000f, so the low nibble of either 16-bit half makes the first register's
-    pair; shifted right by 4 it makes the second register's. The second operand is the same of the word shifted by 8.
+    The unpacking masks the word with 0x000f000f, so the low nibble of either 16-bit half makes the first
+    register's pair; shifted right by 4 it makes the second register's. The second operand is the same of the
+    word shifted by 8.
     """
     shift = 8 * operand + 4 * register + 16 * half
     return shift // 4
@@ -83,8 +87,8 @@ def read_weights(marlin_words: NDArray[np.int32]) -> Codes:
 def read_scales(marlin_scales: Scales, group_size: int, size_k: int) -> Scales:
     """Reads the scales as the warps would: stored [G, N] to [G, N] with a column for each output.
 
-    With several groups along k the scales multiply B operands before the instruction; with one group they multiply its
-    results, which lanes hold in another arrangement.
+    With several groups along k the scales multiply B operands before the instruction; with one group they
+    multiply its results, which lanes hold in another arrangement.
     """
     groups, size_n = marlin_scales.shape
     one_group = group_size == -1 or group_size >= size_k
@@ -103,7 +107,9 @@ def read_scales(marlin_scales: Scales, group_size: int, size_k: int) -> Scales:
 
 
 def _operand_scales(lane: int) -> list[tuple[int, int, int]]:
-    """(column, vector, element) of each scale a lane puts on its B operands: one vector, an element per operand."""
+    """(column, vector, element) of each scale a lane puts on its B operands: one vector, an element per
+    operand.
+    """
     places = []
     for block in range(VECTOR_WORDS):
         for operand in range(2):
@@ -116,8 +122,9 @@ def _operand_scales(lane: int) -> list[tuple[int, int, int]]:
 def _result_scales(lane: int) -> list[tuple[int, int, int]]:
     """(column, vector, element) of each scale a lane puts on its results.
 
-    Of a 16 x 8 result a lane has two neighbouring columns, at twice its place in its group of 4. It loads two vectors,
-    4 apart; the first serves the first two of the warp's four blocks of 16 columns. A pair serves an operand's result.
+    Of a 16 x 8 result a lane has two neighbouring columns, at twice its place in its group of 4. It loads two
+    vectors, 4 apart; the first serves the first two of the warp's four blocks of 16 columns. A pair serves an
+    operand's result.
     """
     places = []
     in_group = lane % 4
@@ -149,7 +156,9 @@ class RankExpert:
 
 
 def oracle_experts(rank: int, tp: int, ep: int, experts: int) -> list[int]:
-    """The experts of a rank in the order it stores them: contiguous runs, the same run for `tp / ep` ranks in a row."""
+    """The experts of a rank in the order it stores them: contiguous runs, the same run for `tp / ep` ranks in
+    a row.
+    """
     assert tp % ep == 0
     assert experts % ep == 0
     run = experts // ep
@@ -157,11 +166,15 @@ def oracle_experts(rank: int, tp: int, ep: int, experts: int) -> list[int]:
     return [ep_rank * run + local for local in range(run)]
 
 
-def oracle_rank_slices(gate: Matrix, up: Matrix, down: Matrix, *, rank: int, tp: int, ep: int = 1) -> RankExpert:
-    """What a rank must hold of an expert, by definition: a share of the intermediate channels, the same of all three.
+def oracle_rank_slices(
+    gate: Matrix, up: Matrix, down: Matrix, *, rank: int, tp: int, ep: int = 1
+) -> RankExpert:
+    """What a rank must hold of an expert, by definition: a share of the intermediate channels, the same of
+    all three.
 
-    Channel c of the expert is row c of gate and of up and column c of down. A rank's w13 has its channels' gates, then
-    its channels' ups; its w2 has its channels as inputs. Codes 0 and scales 0 make the channels a multiple of 64.
+    Channel c of the expert is row c of gate and of up and column c of down. A rank's w13 has its channels'
+    gates, then its channels' ups; its w2 has its channels as inputs. Codes 0 and scales 0 make the channels a
+    multiple of 64.
     """
     moe_tp = tp // ep
     intermediate, hidden = gate.codes.shape

@@ -1,4 +1,6 @@
-"""Converted folders as a loader sees them, read with nothing but the format page; and as a forger would leave them."""
+"""Converted folders as a loader sees them, read with nothing but the format page; and as a forger would leave
+them.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,23 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from checkpoints import Checkpoint, Tensor, expected_codes, expected_scales, pack_codes
 from numpy.typing import NDArray
+
+from checkpoints import Checkpoint, Tensor, expected_codes, expected_scales, pack_codes
 from oracle import Matrix, RankExpert, oracle_experts, oracle_rank_slices, read_scales, read_weights
 
 NUMPY = {"BF16": "<u2", "F32": "<f4", "I32": "<i4", "I64": "<i8", "U8": "u1"}
 PROJECTIONS = ("gate", "up", "down")
 
 # The cut of every tensor that is not a routed expert's, said again: rows, columns, or none.
-ROWS = ("q_b_proj.weight", "kv_b_proj.weight", "gate_proj.weight", "up_proj.weight", "embed_tokens.weight", "lm_head.weight")
+ROWS = (
+    "q_b_proj.weight",
+    "kv_b_proj.weight",
+    "gate_proj.weight",
+    "up_proj.weight",
+    "embed_tokens.weight",
+    "lm_head.weight",
+)
 COLUMNS = ("o_proj.weight", "down_proj.weight")
 
 Document = dict[str, Any]
@@ -31,7 +41,9 @@ def digest(data: bytes) -> str:
 
 def tree(out: Path, *, without: tuple[str, ...] = ("provenance.json",)) -> dict[str, bytes]:
     """All files of a folder and their bytes; provenance.json may differ between runs."""
-    files = {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
+    files = {
+        str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()
+    }
     return {path: data for path, data in files.items() if path not in without}
 
 
@@ -43,7 +55,9 @@ def manifest_of(out: Path) -> Document:
 
 @dataclass(frozen=True)
 class RawShard:
-    """A shard file taken apart by hand; `entries` are (name, dtype, shape, offset in the file, size) in file order."""
+    """A shard file taken apart by hand; `entries` are (name, dtype, shape, offset in the file, size) in file
+    order.
+    """
 
     start: int
     metadata: dict[str, str]
@@ -88,7 +102,9 @@ def expert_of(checkpoint: Checkpoint, layer: int, expert: int) -> dict[str, Matr
     for projection in PROJECTIONS:
         rows, columns = dims.expert_shape(projection)
         codes = expected_codes(layer, expert, projection, rows, columns, group=dims.group)
-        made[projection] = Matrix(codes, expected_scales(layer, expert, projection, rows, columns // dims.group))
+        made[projection] = Matrix(
+            codes, expected_scales(layer, expert, projection, rows, columns // dims.group)
+        )
     return made
 
 
@@ -97,19 +113,25 @@ def slices_of(checkpoint: Checkpoint, layer: int, rank: int, tp: int, ep: int) -
     made = []
     for expert in oracle_experts(rank, tp, ep, checkpoint.dims.experts):
         matrices = expert_of(checkpoint, layer, expert)
-        made.append(oracle_rank_slices(matrices["gate"], matrices["up"], matrices["down"], rank=rank, tp=tp, ep=ep))
+        made.append(
+            oracle_rank_slices(matrices["gate"], matrices["up"], matrices["down"], rank=rank, tp=tp, ep=ep)
+        )
     return made
 
 
 def read_experts(shard: RawShard, prefix: str, group: int) -> list[RankExpert]:
     """What a GPU reads in a shard, expert by expert."""
     stacked = {
-        name: shard.array(f"{prefix}.mlp.experts.{name}") for name in ("w13_weight_packed", "w13_weight_scale", "w2_weight_packed", "w2_weight_scale")
+        name: shard.array(f"{prefix}.mlp.experts.{name}")
+        for name in ("w13_weight_packed", "w13_weight_scale", "w2_weight_packed", "w2_weight_scale")
     }
     read = []
     for i in range(len(stacked["w13_weight_packed"])):
         w13, w2 = read_weights(stacked["w13_weight_packed"][i]), read_weights(stacked["w2_weight_packed"][i])
-        scales = [read_scales(stacked[f"{w}_weight_scale"][i], group, codes.shape[0]) for w, codes in (("w13", w13), ("w2", w2))]
+        scales = [
+            read_scales(stacked[f"{w}_weight_scale"][i], group, codes.shape[0])
+            for w, codes in (("w13", w13), ("w2", w2))
+        ]
         read.append(RankExpert(w13, scales[0], w2, scales[1]))
     return read
 
@@ -122,7 +144,9 @@ def seal(document: Document) -> bytes:
 
 
 def reseal(out: Path, change: Callable[[Document], object] = lambda document: None) -> None:
-    """Make every digest of OUT fit what is there now, after `change` to the manifest: what a forger would do."""
+    """Make every digest of OUT fit what is there now, after `change` to the manifest: what a forger would
+    do.
+    """
     document = manifest_of(out)
     change(document)
     blob = bytearray((out / "digests.bin").read_bytes())
@@ -137,12 +161,16 @@ def reseal(out: Path, change: Callable[[Document], object] = lambda document: No
             if "experts" in tensor:
                 count, at = tensor["shape"][0], tensor["experts"]
                 one = len(stored) // count
-                joined = b"".join(bytes.fromhex(digest(stored[i * one : (i + 1) * one])) for i in range(count))
+                joined = b"".join(
+                    bytes.fromhex(digest(stored[i * one : (i + 1) * one])) for i in range(count)
+                )
                 blob[at : at + len(joined)] = joined
                 tensor["digest"] = digest(joined)
             else:
                 tensor["digest"] = digest(stored)
-        shard["digest"] = digest(bytes.fromhex(shard["header"] + "".join(tensor["digest"] for tensor in shard["tensors"])))
+        shard["digest"] = digest(
+            bytes.fromhex(shard["header"] + "".join(tensor["digest"] for tensor in shard["tensors"]))
+        )
     (out / "digests.bin").write_bytes(blob)
     for file in document["files"]:
         if (out / file["path"]).exists():
@@ -163,11 +191,15 @@ def rewrite_header(path: Path, change: Callable[[Document], object]) -> None:
 
 
 def restored(out: Path, tensor: Tensor, group: int) -> bytes | None:
-    """The bytes of a source tensor put together from all ranks, by the oracle's reading; None for a weight_shape."""
+    """The bytes of a source tensor put together from all ranks, by the oracle's reading; None for a
+    weight_shape.
+    """
     document = manifest_of(out)
     tp, moe_tp = document["parallel"]["tp"], document["parallel"]["moe_tp"]
     if tensor.expert < 0:
-        shards = [shard for shard in document["shards"] if any(t["name"] == tensor.name for t in shard["tensors"])]
+        shards = [
+            shard for shard in document["shards"] if any(t["name"] == tensor.name for t in shard["tensors"])
+        ]
         parts = [read_shard(out / shard["path"]).array(tensor.name) for shard in shards]
         if parts[0].shape == tensor.shape:
             return parts[0].tobytes()
@@ -178,7 +210,11 @@ def restored(out: Path, tensor: Tensor, group: int) -> bytes | None:
     local = len(oracle_experts(0, tp, tp // moe_tp, document["model"]["n_routed_experts"]))
     parts = []
     for rank in range(tensor.expert // local * moe_tp, (tensor.expert // local + 1) * moe_tp):
-        path = next(s["path"] for s in document["shards"] if s["rank"] == rank and s["unit"] == f"layer-{tensor.layer:03d}")
+        path = next(
+            s["path"]
+            for s in document["shards"]
+            if s["rank"] == rank and s["unit"] == f"layer-{tensor.layer:03d}"
+        )
         stacked = read_shard(out / path)
         w = "w2" if tensor.projection == "down" else "w13"
         values = stacked.array(f"{prefix}.mlp.experts.{w}_{kind}")[tensor.expert % local]
@@ -187,7 +223,11 @@ def restored(out: Path, tensor: Tensor, group: int) -> bytes | None:
         half = read.shape[1] // 2
         parts.append({"gate": read[:, :half], "up": read[:, half:], "down": read}[tensor.projection])
     whole = np.concatenate(parts, axis=0 if tensor.projection == "down" else 1).T
-    return pack_codes(np.ascontiguousarray(whole)).tobytes() if kind == "weight_packed" else np.ascontiguousarray(whole).tobytes()
+    return (
+        pack_codes(np.ascontiguousarray(whole)).tobytes()
+        if kind == "weight_packed"
+        else np.ascontiguousarray(whole).tobytes()
+    )
 
 
 def forge_source_digests(out: Path, checkpoint: Checkpoint) -> None:

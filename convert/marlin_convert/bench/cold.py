@@ -23,11 +23,16 @@ def evict(paths: Iterable[Path]) -> None:
 
 
 def resident(paths: Iterable[Path]) -> float:
-    """The share of the files' pages that are in the page cache, by mincore. Raises MachineError where the system does not tell."""
+    """The share of the files' pages that are in the page cache, by mincore. Raises MachineError where the
+    system does not tell.
+    """
     inside, pages = 0, 0
     for path in paths:
         if not can_tell(path):
-            raise MachineError(f"{path}: what of it is in the page cache is told to its owner only; run the benchmark as that user")
+            raise MachineError(
+                f"{path}: what of it is in the page cache is told to its owner only; run the benchmark as"
+                " that user"
+            )
         if path.stat().st_size:
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
                 found = resident_pages(mapped, 0, len(mapped))

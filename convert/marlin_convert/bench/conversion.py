@@ -1,4 +1,6 @@
-"""`bench convert`: conversion against `cp` of the same bytes on the same disk, cold, with fsync on both sides, rounds interleaved."""
+"""`bench convert`: conversion against `cp` of the same bytes on the same disk, cold, with fsync on both
+sides, rounds interleaved.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,22 @@ VARIANTS = (
 
 
 def bench_conversion(
-    folder: Path, *, layers: int, experts: int, rounds: int, tp: int, ep: int, threads: int | None, memory: str | None, variants: Sequence[str],
-    source: Path | None, say: Callable[[str], None],
-) -> dict[str, Any]:  # fmt: skip
-    """Run all variants and `cp` in turn, `rounds` times; needs about twice the checkpoint's size in `folder`. Returns the report."""
+    folder: Path,
+    *,
+    layers: int,
+    experts: int,
+    rounds: int,
+    tp: int,
+    ep: int,
+    threads: int | None,
+    memory: str | None,
+    variants: Sequence[str],
+    source: Path | None,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Run all variants and `cp` in turn, `rounds` times; needs about twice the checkpoint's size in `folder`.
+    Returns the report.
+    """
     place = Path(tempfile.mkdtemp(prefix="marlin-convert-bench-", dir=folder))
     try:
         if source is None:
@@ -57,23 +71,42 @@ def bench_conversion(
             say("this is a file system in memory: nothing is cold here")
         size = sum(path.stat().st_size for path in files)
         chosen = [variant for variant in VARIANTS if variant.name in variants]
-        extra = ["--tp", str(tp), "--ep", str(ep), *(["--threads", str(threads)] if threads else []), *(["--memory", memory] if memory else [])]
+        extra = [
+            "--tp",
+            str(tp),
+            "--ep",
+            str(ep),
+            *(["--threads", str(threads)] if threads else []),
+            *(["--memory", memory] if memory else []),
+        ]
         say("one run to compile and warm up")
         _convert(source, place / "out", [*extra, *chosen[0].arguments])
-        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ["cp", *(variant.name for variant in chosen)]}
+        runs: dict[str, list[dict[str, Any]]] = {
+            name: [] for name in ["cp", *(variant.name for variant in chosen)]
+        }
         for number in range(rounds):
             # each starts from the same state: source out of the cache, no output there
-            steps: list[tuple[str, Callable[[], dict[str, Any]]]] = [("cp", partial(_copy, files, place / "copy"))]
-            steps += [(v.name, partial(_convert, source, place / "out", [*extra, *v.arguments])) for v in chosen]
-            # and no variant always comes after the same other one, whose last writes a shared disk may still be at
+            steps: list[tuple[str, Callable[[], dict[str, Any]]]] = [
+                ("cp", partial(_copy, files, place / "copy"))
+            ]
+            steps += [
+                (v.name, partial(_convert, source, place / "out", [*extra, *v.arguments])) for v in chosen
+            ]
+            # and no variant always comes after the same other one, whose last writes a shared disk may still
+            # be at
             order = steps[number % len(steps) :] + steps[: number % len(steps)]
             for name, run in order if number % 2 == 0 else reversed(order):
                 if not in_memory:
                     _make_cold(files)
                 result = run()
                 runs[name].append(result)
-                say(f"round {number + 1} of {rounds}: {name} {result['seconds']:.2f} s, {size / result['seconds'] / 1e9:.2f} GB/s")
-        return _report(size, runs, {"layers": layers, "experts": experts, "rounds": rounds, "tp": tp, "ep": ep})
+                say(
+                    f"round {number + 1} of {rounds}: {name} {result['seconds']:.2f} s,"
+                    f" {size / result['seconds'] / 1e9:.2f} GB/s"
+                )
+        return _report(
+            size, runs, {"layers": layers, "experts": experts, "rounds": rounds, "tp": tp, "ep": ep}
+        )
     finally:
         shutil.rmtree(place, ignore_errors=True)
 
@@ -82,7 +115,9 @@ def _make_cold(files: Sequence[Path]) -> None:
     evict(files)
     warm = resident(files)
     if warm > 0.01:
-        raise MachineError(f"{warm:.0%} of the source stay in the page cache; a cold run cannot be measured here")
+        raise MachineError(
+            f"{warm:.0%} of the source stay in the page cache; a cold run cannot be measured here"
+        )
 
 
 def _copy(files: Sequence[Path], target: Path) -> dict[str, Any]:
@@ -100,7 +135,9 @@ def _copy(files: Sequence[Path], target: Path) -> dict[str, Any]:
 
 
 def _convert(source: Path, out: Path, arguments: Sequence[str]) -> dict[str, Any]:
-    """Convert in a process of its own; its own clock (without interpreter start-up), its peak anonymous memory, its stages."""
+    """Convert in a process of its own; its own clock (without interpreter start-up), its peak anonymous
+    memory, its stages.
+    """
     shutil.rmtree(out, ignore_errors=True)
     command = [sys.executable, "-m", "marlin_convert", "convert", str(source), str(out), "--json", *arguments]
     begin = time.perf_counter()
@@ -111,7 +148,10 @@ def _convert(source: Path, out: Path, arguments: Sequence[str]) -> dict[str, Any
         wall = time.perf_counter() - begin
         memory = peak.stop()
         if process.returncode:
-            raise MachineError(f"the conversion failed with exit code {process.returncode}: {errors.decode(errors='replace').strip()[-500:]}")
+            raise MachineError(
+                f"the conversion failed with exit code {process.returncode}:"
+                f" {errors.decode(errors='replace').strip()[-500:]}"
+            )
         output.seek(0)
         report = json.load(output)
     shutil.rmtree(out)
@@ -166,9 +206,14 @@ def _report(size: int, runs: Mapping[str, list[dict[str, Any]]], settings: dict[
         seconds = sorted(run["seconds"] for run in results)
         median = statistics.median(seconds)
         entry: dict[str, Any] = {
-            "name": name, "median": median, "least": seconds[0], "most": seconds[-1], "seconds": seconds, "gb_per_s": size / median / 1e9,
+            "name": name,
+            "median": median,
+            "least": seconds[0],
+            "most": seconds[-1],
+            "seconds": seconds,
+            "gb_per_s": size / median / 1e9,
             "ratio_to_cp": median / copy,
-        }  # fmt: skip
+        }
         if name != "cp":
             entry["peak_anonymous"] = max(run["peak_anonymous"] for run in results)
             entry["wall_median"] = statistics.median(run["wall"] for run in results)
@@ -181,14 +226,23 @@ def _report(size: int, runs: Mapping[str, list[dict[str, Any]]], settings: dict[
             }
         variants.append(entry)
     tell_check_apart({entry["name"]: entry for entry in variants})
-    machine = {"cores": os.cpu_count(), "machine": platform.machine(), "system": f"{platform.system()} {platform.release()}"}
+    machine = {
+        "cores": os.cpu_count(),
+        "machine": platform.machine(),
+        "system": f"{platform.system()} {platform.release()}",
+    }
     return {"bytes": size, "settings": settings, "machine": machine, "variants": variants}
 
 
 def tell_check_apart(variants: Mapping[str, dict[str, Any]]) -> None:
-    """Repacking and checking are one call, piece by piece; what the check takes of it is what `repack` takes longer than without."""
+    """Repacking and checking are one call, piece by piece; what the check takes of it is what `repack` takes
+    longer than without.
+    """
     for name, entry in variants.items():
-        if name.startswith("exact") and (without := variants.get(name.replace("exact", "none", 1))) is not None:
+        if (
+            name.startswith("exact")
+            and (without := variants.get(name.replace("exact", "none", 1))) is not None
+        ):
             both, alone = entry["stages"]["repack"], without["stages"]["repack"]
             check = max(both["seconds"] - alone["seconds"], 0.0)
             entry["stages"]["check"] = {"seconds": check, "bytes": both["bytes"]}

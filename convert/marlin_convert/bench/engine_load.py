@@ -1,7 +1,9 @@
-"""What engines do today at each start, done well: read the published files, copy them through pinned memory, repack on the GPU.
+"""What engines do today at each start, done well: read the published files, copy them through pinned memory,
+repack on the GPU.
 
-Whole-file sequential reads by many threads into pinned buffers, one large copy each, then the engine's own repack op for every expert and the scale
-permutation in torch, into preallocated tensors. For expert parallelism only the experts of the rank are read. Nothing else of an engine's start-up.
+Whole-file sequential reads by many threads into pinned buffers, one large copy each, then the engine's own
+repack op for every expert and the scale permutation in torch, into preallocated tensors. For expert
+parallelism only the experts of the rank are read. Nothing else of an engine's start-up.
 """
 
 from __future__ import annotations
@@ -31,9 +33,18 @@ class EngineLoad:
     bytes: int
 
 
-def engine_load(source: Source, layers: Sequence[int], rank: int, topology: Topology, provider: Provider, threads: int) -> EngineLoad:
-    """Load the routed experts (and whatever else lies in the same files, where whole files are read) of some layers of one rank."""
-    shape = ExpertShape(source.model.hidden, source.model.moe_intermediate, source.model.quantization.group_size, topology.moe_tp)
+def engine_load(
+    source: Source, layers: Sequence[int], rank: int, topology: Topology, provider: Provider, threads: int
+) -> EngineLoad:
+    """Load the routed experts (and whatever else lies in the same files, where whole files are read) of some
+    layers of one rank.
+    """
+    shape = ExpertShape(
+        source.model.hidden,
+        source.model.moe_intermediate,
+        source.model.quantization.group_size,
+        topology.moe_tp,
+    )
     owned = topology.expert_range(rank, source.model.experts)
     begin = time.perf_counter()
     ring = PinnedRing(threads)
@@ -61,12 +72,23 @@ def engine_load(source: Source, layers: Sequence[int], rank: int, topology: Topo
 def _pieces(source: Source, names: Sequence[str], whole: bool) -> list[Piece]:
     """All of the files that hold the tensors, or the tensors alone."""
     if not whole:
-        return [Piece(source.tensors[name].file, source.tensors[name].entry.offset, source.tensors[name].entry.size) for name in names]
+        return [
+            Piece(
+                source.tensors[name].file, source.tensors[name].entry.offset, source.tensors[name].entry.size
+            )
+            for name in names
+        ]
     files = {source.tensors[name].file for name in names}
-    return [Piece(header.file, header.data_start, header.size - header.data_start) for header in source.headers if header.file in files]
+    return [
+        Piece(header.file, header.data_start, header.size - header.data_start)
+        for header in source.headers
+        if header.file in files
+    ]
 
 
-def _places(source: Source, names: Sequence[str], pieces: Sequence[Piece], places: Sequence[int]) -> dict[str, int]:
+def _places(
+    source: Source, names: Sequence[str], pieces: Sequence[Piece], places: Sequence[int]
+) -> dict[str, int]:
     """Where each tensor begins on the device."""
     if len(pieces) == len(names):
         return dict(zip(names, places, strict=True))
@@ -77,13 +99,27 @@ def _places(source: Source, names: Sequence[str], pieces: Sequence[Piece], place
 def _read_and_copy(source: Source, runs: Sequence[Run], device: Tensor, ring: PinnedRing) -> None:
     files = {name: OpenFile(source.path(name), direct=False) for name in {run.file for run in runs}}
     try:
-        ring.copy(part for run in runs for part in ring.parts(files[run.file], run.offset, device[run.at : run.at + run.used - run.offset]))
+        ring.copy(
+            part
+            for run in runs
+            for part in ring.parts(
+                files[run.file], run.offset, device[run.at : run.at + run.used - run.offset]
+            )
+        )
     finally:
         for file in files.values():
             file.close()
 
 
-def _repack(device: Tensor, places: dict[str, int], prefix: str, owned: range, shape: ExpertShape, index: int, provider: Provider) -> None:
+def _repack(
+    device: Tensor,
+    places: dict[str, int],
+    prefix: str,
+    owned: range,
+    shape: ExpertShape,
+    index: int,
+    provider: Provider,
+) -> None:
     """Slice, transpose, repack and permute as an engine does, into the stacked tensors of the rank."""
     local_size, hidden, group = shape.local, shape.hidden, shape.group_size
     w13 = torch.empty((len(owned), hidden // 16, 4 * local_size), dtype=torch.int32, device="cuda")
@@ -95,19 +131,27 @@ def _repack(device: Tensor, places: dict[str, int], prefix: str, owned: range, s
     def matrix(expert: int, projection: str, kind: str) -> Tensor:
         out, inputs = shape.matrix(projection)
         at = places[f"{prefix}.{expert}.{projection}.{kind}"]
-        cols, dtype = (inputs // 8, torch.int32) if kind == "weight_packed" else (inputs // group, torch.bfloat16)
+        cols, dtype = (
+            (inputs // 8, torch.int32) if kind == "weight_packed" else (inputs // group, torch.bfloat16)
+        )
         data = device[at : at + out * cols * dtype.itemsize]
         whole = data.view(dtype).reshape(out, cols)
         parts = whole.chunk(shape.moe_tp, dim=shape.axis(projection))
         return parts[index]
 
     def permuted(scales: Tensor) -> Tensor:
-        return scales.t().reshape(-1, scales.shape[0] // 64, 64)[..., order].reshape(scales.shape[1], scales.shape[0])
+        return (
+            scales.t()
+            .reshape(-1, scales.shape[0] // 64, 64)[..., order]
+            .reshape(scales.shape[1], scales.shape[0])
+        )
 
     none = torch.empty(0, dtype=torch.int32, device="cuda")
     for i, expert in enumerate(owned):
         packed = torch.cat([matrix(expert, p, "weight_packed") for p in ("gate_proj", "up_proj")])
         w13[i] = provider.repack(packed.t().contiguous(), none, hidden, 2 * local_size, 4)
         s13[i] = permuted(torch.cat([matrix(expert, p, "weight_scale") for p in ("gate_proj", "up_proj")]))
-        w2[i] = provider.repack(matrix(expert, "down_proj", "weight_packed").t().contiguous(), none, local_size, hidden, 4)
+        w2[i] = provider.repack(
+            matrix(expert, "down_proj", "weight_packed").t().contiguous(), none, local_size, hidden, 4
+        )
         s2[i] = permuted(matrix(expert, "down_proj", "weight_scale"))

@@ -1,9 +1,11 @@
-"""`bench kernel`: the Marlin MoE kernel on one converted layer of one rank, at the token counts of speculative decoding.
+"""`bench kernel`: the Marlin MoE kernel on one converted layer of one rank, at the token counts of
+speculative decoding.
 
-How times are taken on a GPU: a CUDA graph of several calls is replayed and timed with events; the median over replays is divided by the number of
-calls. Weights are cold without flushing anything: each call in the graph has a routing of its own with the experts relabelled at random, and there
-are so many calls that they read several times the L2 cache between them. What a call must read (the words and scales of the experts it hits, on
-average over the calls) over the device's memory bandwidth measured in the same run is the floor.
+How times are taken on a GPU: a CUDA graph of several calls is replayed and timed with events; the median over
+replays is divided by the number of calls. Weights are cold without flushing anything: each call in the graph
+has a routing of its own with the experts relabelled at random, and there are so many calls that they read
+several times the L2 cache between them. What a call must read (the words and scales of the experts it hits,
+on average over the calls) over the device's memory bandwidth measured in the same run is the floor.
 """
 
 from __future__ import annotations
@@ -44,11 +46,13 @@ PROBE_BYTES = {"cuda": 4 << 30, "cpu": 32 << 20}
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; times in milliseconds, medians. `experts_hit` and `bytes` are means over the calls.
+    """One line of the table; times in milliseconds, medians. `experts_hit` and `bytes` are means over the
+    calls.
 
-    `w13_ms` and `w2_ms` are the kernel alone with the alignment given; `fused_ms` is w13, silu, w2 and the sum over experts, `whole_ms` that and the
-    alignment, all around the kernel in plain torch. `bandwidth_share` is the floor over w13 and w2 together. `error` is the relative difference of
-    the fused result from that of the repeatable flags.
+    `w13_ms` and `w2_ms` are the kernel alone with the alignment given; `fused_ms` is w13, silu, w2 and the
+    sum over experts, `whole_ms` that and the alignment, all around the kernel in plain torch.
+    `bandwidth_share` is the floor over w13 and w2 together. `error` is the relative difference of the fused
+    result from that of the repeatable flags.
     """
 
     tokens: int
@@ -81,9 +85,16 @@ class _Call:
 
 
 def bench_kernel(
-    out: str | os.PathLike[str], *, layer: int, rank: int, tokens: Sequence[int] = TOKENS, rounds: int = 30, device: str = "cuda",
-    provider: str | None = None, say: Callable[[str], None] = lambda text: None,
-) -> dict[str, Any]:  # fmt: skip
+    out: str | os.PathLike[str],
+    *,
+    layer: int,
+    rank: int,
+    tokens: Sequence[int] = TOKENS,
+    rounds: int = 30,
+    device: str = "cuda",
+    provider: str | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
     """Time a converted layer of a rank. Returns the report; its schema is schemas/bench-kernel.schema.json.
 
     Raises UsageError for what is not in `out`, MachineError where no kernel loads or memory does not suffice.
@@ -119,15 +130,29 @@ class _Bench:
                 rows += self._rows(count, routing, bandwidth.median)
         layer = self._layer
         return {
-            "layer": layer.layer, "rank": layer.rank, "tp": layer.tp, "ep": layer.ep, "experts": layer.experts,
-            "local_experts": layer.stop - layer.start, "top_k": layer.top_k, "hidden": layer.w13.size_k, "intermediate": layer.w2.size_k,
-            "group_size": layer.group_size, "expert_bytes": layer.expert_bytes, "rounds": self._rounds,
-            "memory_bandwidth": bandwidth.median, "memory_bandwidth_spread": bandwidth.spread, "l2_bytes": self._l2,
-            "environment": self._environment(), "notes": self._notes(), "rows": [asdict(row) for row in rows],
-        }  # fmt: skip
+            "layer": layer.layer,
+            "rank": layer.rank,
+            "tp": layer.tp,
+            "ep": layer.ep,
+            "experts": layer.experts,
+            "local_experts": layer.stop - layer.start,
+            "top_k": layer.top_k,
+            "hidden": layer.w13.size_k,
+            "intermediate": layer.w2.size_k,
+            "group_size": layer.group_size,
+            "expert_bytes": layer.expert_bytes,
+            "rounds": self._rounds,
+            "memory_bandwidth": bandwidth.median,
+            "memory_bandwidth_spread": bandwidth.spread,
+            "l2_bytes": self._l2,
+            "environment": self._environment(),
+            "notes": self._notes(),
+            "rows": [asdict(row) for row in rows],
+        }
 
     def memory_bandwidth(self) -> Summary:
-        """Bytes a second of the device's memory: the better of a large copy (read and written together) and of a large reduction (read only).
+        """Bytes a second of the device's memory: the better of a large copy (read and written together) and
+        of a large reduction (read only).
 
         The kernel only reads its weights, and a copy alone can come out below what it reads them with.
         """
@@ -163,19 +188,35 @@ class _Bench:
         repeatable: Tensor | None = None
         for atomic in (False, True):
             flags = ReduceFlags(use_atomic_add=atomic)
-            w13, w2 = (self._median([self._gemm(call, name, flags) for call in calls]) for name in ("w13", "w2"))
+            w13, w2 = (
+                self._median([self._gemm(call, name, flags) for call in calls]) for name in ("w13", "w2")
+            )
             fused = self._median([self._fused(call, flags, call.alignment) for call in calls])
             whole = self._median([self._fused(call, flags, None) for call in calls])
             result = self._fused(calls[0], flags, calls[0].alignment)().float()
             repeatable = result if repeatable is None else repeatable
             error = float((result - repeatable).norm() / repeatable.norm().clamp_min(1e-30))
             kernel = w13.median + w2.median
-            rows.append(Row(
-                tokens=tokens, routing=routing, use_atomic_add=atomic, block_size=block_size, calls=len(calls), experts_hit=hit, bytes=size,
-                floor_ms=floor, w13_ms=w13.median, w2_ms=w2.median, fused_ms=fused.median, whole_ms=whole.median,
-                spread=max(part.spread for part in (w13, w2, fused, whole)), bandwidth_share=floor / kernel if kernel else 0.0,
-                tokens_per_second=tokens / fused.median * 1e3 if fused.median else 0.0, error=error,
-            ))  # fmt: skip
+            rows.append(
+                Row(
+                    tokens=tokens,
+                    routing=routing,
+                    use_atomic_add=atomic,
+                    block_size=block_size,
+                    calls=len(calls),
+                    experts_hit=hit,
+                    bytes=size,
+                    floor_ms=floor,
+                    w13_ms=w13.median,
+                    w2_ms=w2.median,
+                    fused_ms=fused.median,
+                    whole_ms=whole.median,
+                    spread=max(part.spread for part in (w13, w2, fused, whole)),
+                    bandwidth_share=floor / kernel if kernel else 0.0,
+                    tokens_per_second=tokens / fused.median * 1e3 if fused.median else 0.0,
+                    error=error,
+                )
+            )
         return rows
 
     def _calls(self, tokens: int, routing: str, block_size: int) -> tuple[list[_Call], float]:
@@ -188,17 +229,27 @@ class _Bench:
         calls, hits = [], 0
         for ids in [first, *(self._routing(tokens, routing) for _ in range(count - 1))]:
             hits += self._hit(ids)
-            x = torch.randn((tokens, layer.w13.size_k), generator=self._generator).to(self._device, torch.bfloat16)
-            c2 = torch.randn((tokens * layer.top_k, intermediate), generator=self._generator).to(self._device, torch.bfloat16)
+            x = torch.randn((tokens, layer.w13.size_k), generator=self._generator).to(
+                self._device, torch.bfloat16
+            )
+            c2 = torch.randn((tokens * layer.top_k, intermediate), generator=self._generator).to(
+                self._device, torch.bfloat16
+            )
             weights = torch.rand((tokens, layer.top_k), generator=self._generator).to(self._device)
             on_device = ids.to(self._device)
-            calls.append(_Call(x, c2, weights, on_device, align(on_device, local, block_size, layer.expert_map)))
+            calls.append(
+                _Call(x, c2, weights, on_device, align(on_device, local, block_size, layer.expert_map))
+            )
         return calls, hits / len(calls)
 
     def _routing(self, tokens: int, routing: str) -> Tensor:
-        """int32 [tokens, top_k], distinct in a row: all experts alike, or their popularity by Zipf's law; labelled at random."""
+        """int32 [tokens, top_k], distinct in a row: all experts alike, or their popularity by Zipf's law;
+        labelled at random.
+        """
         experts = self._layer.experts
-        noise = -torch.log(-torch.log(torch.rand((tokens, experts), generator=self._generator).clamp(1e-12, 1 - 1e-7)))
+        noise = -torch.log(
+            -torch.log(torch.rand((tokens, experts), generator=self._generator).clamp(1e-12, 1 - 1e-7))
+        )
         if routing == "skewed":
             noise -= torch.log(torch.arange(1, experts + 1))
         labels = torch.randperm(experts, generator=self._generator)
@@ -214,9 +265,16 @@ class _Bench:
 
         def run() -> Tensor:
             return grouped_gemm(
-                self._provider, call.x if first else call.c2, self._layer.w13 if first else self._layer.w2, call.alignment, call.weights,
-                workspace=self._workspace, top_k=self._layer.top_k if first else 1, mul_topk_weights=not first, flags=flags,
-            )  # fmt: skip
+                self._provider,
+                call.x if first else call.c2,
+                self._layer.w13 if first else self._layer.w2,
+                call.alignment,
+                call.weights,
+                workspace=self._workspace,
+                top_k=self._layer.top_k if first else 1,
+                mul_topk_weights=not first,
+                flags=flags,
+            )
 
         return run
 
@@ -226,9 +284,19 @@ class _Bench:
 
         def run() -> Tensor:
             return fused_moe(
-                self._provider, call.x, layer.w13.words, layer.w13.scales, layer.w2.words, layer.w2.scales, call.weights, call.ids,
-                expert_map=layer.expert_map, alignment=alignment, workspace=self._workspace, flags=flags,
-            )  # fmt: skip
+                self._provider,
+                call.x,
+                layer.w13.words,
+                layer.w13.scales,
+                layer.w2.words,
+                layer.w2.scales,
+                call.weights,
+                call.ids,
+                expert_map=layer.expert_map,
+                alignment=alignment,
+                workspace=self._workspace,
+                flags=flags,
+            )
 
         return run
 
@@ -271,10 +339,20 @@ class _Bench:
         return graph
 
     def _environment(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"provider": self._provider.name, "torch": torch.__version__, "device": self._device.type, "gpu": None, "cuda": None}
+        found: dict[str, Any] = {
+            "provider": self._provider.name,
+            "torch": torch.__version__,
+            "device": self._device.type,
+            "gpu": None,
+            "cuda": None,
+        }
         if self._graphs:
             major, minor = torch.cuda.get_device_capability(self._device)
-            found |= {"gpu": torch.cuda.get_device_name(self._device), "capability": f"{major}.{minor}", "cuda": torch.version.cuda}
+            found |= {
+                "gpu": torch.cuda.get_device_name(self._device),
+                "capability": f"{major}.{minor}",
+                "cuda": torch.version.cuda,
+            }
         for package in ("marlin-convert", "sglang", "sgl-kernel"):
             try:
                 found[package] = version(package)
@@ -283,12 +361,21 @@ class _Bench:
         return found
 
     def _notes(self) -> list[str]:
-        notes = ["silu, the sum over experts and the alignment are plain torch, several small kernels each; an engine's own are faster"]
+        notes = [
+            "silu, the sum over experts and the alignment are plain torch, several small kernels each; an"
+            " engine's own are faster"
+        ]
         whole = self._layer.expert_bytes * (self._layer.stop - self._layer.start)
         if not self._graphs:
-            notes.append("on a CPU the provider is a model of the kernel: the times mean nothing, only the code path is exercised")
+            notes.append(
+                "on a CPU the provider is a model of the kernel: the times mean nothing, only the code path"
+                " is exercised"
+            )
         elif whole < 2 * self._l2:
-            notes.append("all experts of this layer nearly fit into the L2 cache: times are not those of weights read from memory")
+            notes.append(
+                "all experts of this layer nearly fit into the L2 cache: times are not those of weights read"
+                " from memory"
+            )
         return notes
 
 
@@ -306,9 +393,11 @@ def plot(report: dict[str, Any], path: str) -> None:
         rows = [row for row in report["rows"] if row["routing"] == routing and not row["use_atomic_add"]]
         counts = [row["tokens"] for row in rows]
         for key, label, style in (
-            ("floor_ms", "floor: weights over memory bandwidth", "k--"), ("w13_ms", "w13", "o-"), ("w2_ms", "w2", "s-"),
+            ("floor_ms", "floor: weights over memory bandwidth", "k--"),
+            ("w13_ms", "w13", "o-"),
+            ("w2_ms", "w2", "s-"),
             ("fused_ms", "w13, silu, w2, sum", "^-"),
-        ):  # fmt: skip
+        ):
             axis.plot(counts, [row[key] for row in rows], style, label=label)
         axis.set(xscale="log", yscale="log", xlabel="tokens", title=f"{routing} routing")
         axis.set_xticks(counts, [str(count) for count in counts])
@@ -316,7 +405,10 @@ def plot(report: dict[str, Any], path: str) -> None:
     axes[0].set_ylabel("ms")
     axes[0].legend()
     where = report["environment"]["gpu"] or "CPU model of the kernel (times mean nothing)"
-    what = f"layer {report['layer']}, rank {report['rank']}, tp {report['tp']}, ep {report['ep']}: {report['local_experts']} experts"
+    what = (
+        f"layer {report['layer']}, rank {report['rank']}, tp {report['tp']}, ep {report['ep']}:"
+        f" {report['local_experts']} experts"
+    )
     figure.suptitle(f"{what}, {where}")
     figure.tight_layout()
     figure.savefig(path)

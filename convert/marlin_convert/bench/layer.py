@@ -14,7 +14,9 @@ from marlin_convert.shards.reader import open_shards
 
 @dataclass(frozen=True)
 class LoadedLayer:
-    """The routed experts `start` to `stop` - 1 of `experts`. `expert_map` is None where the rank has them all."""
+    """The routed experts `start` to `stop` - 1 of `experts`. `expert_map` is None where the rank has them
+    all.
+    """
 
     w13: Matrix
     w2: Matrix
@@ -36,9 +38,13 @@ class LoadedLayer:
 
 
 def load_layer(out: str | os.PathLike[str], layer: int, rank: int, device: str) -> LoadedLayer:
-    """Read a layer of a rank. Raises UsageError for one that is not there or has no routed experts, OutputError for damaged files."""
+    """Read a layer of a rank. Raises UsageError for one that is not there or has no routed experts,
+    OutputError for damaged files.
+    """
     shards = open_shards(out, rank)
-    names = [name for name in shards.names(f"layer-{layer:03d}") if name.endswith(".mlp.experts.w13_weight_packed")]
+    names = [
+        name for name in shards.names(f"layer-{layer:03d}") if name.endswith(".mlp.experts.w13_weight_packed")
+    ]
     if not names:
         present = ", ".join(str(number) for number in shards.manifest.layers)
         raise UsageError(f"{out} has no routed experts of layer {layer}; its layers are {present}")
@@ -53,7 +59,16 @@ def load_layer(out: str | os.PathLike[str], layer: int, rank: int, device: str) 
     experts, local = int(manifest.model["n_routed_experts"]), w13.words.shape[0]
     start = rank // (manifest.tp // manifest.ep) * local
     return LoadedLayer(
-        w13=w13, w2=w2, layer=layer, rank=rank, tp=manifest.tp, ep=manifest.ep, experts=experts, start=start,
-        stop=start + local, top_k=min(int(manifest.model["num_experts_per_tok"]), experts), group_size=manifest.group_size,
+        w13=w13,
+        w2=w2,
+        layer=layer,
+        rank=rank,
+        tp=manifest.tp,
+        ep=manifest.ep,
+        experts=experts,
+        start=start,
+        stop=start + local,
+        top_k=min(int(manifest.model["num_experts_per_tok"]), experts),
+        group_size=manifest.group_size,
         expert_map=None if local == experts else contiguous_expert_map(experts, start, start + local, device),
-    )  # fmt: skip
+    )

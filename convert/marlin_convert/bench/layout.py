@@ -1,6 +1,7 @@
 """`bench layout`: GB/s a core of the layout functions, against memcpy and hashing in the same run.
 
-`repack and check` is what a conversion runs: words and scales of a batch repacked, inverted and compared, part by part.
+`repack and check` is what a conversion runs: words and scales of a batch repacked, inverted and compared,
+part by part.
 """
 
 from __future__ import annotations
@@ -19,13 +20,25 @@ from marlin_convert.layout.moves import Moves
 from marlin_convert.layout.rows import Rows
 
 #: [out, in] of the slices that one rank of eight gets, and of the whole matrices
-SHAPES = {"w13 slice (tp 8)": (256, 7168), "w2 slice (tp 8)": (7168, 256), "gate, whole": (2048, 7168), "down, whole": (7168, 2048)}
+SHAPES = {
+    "w13 slice (tp 8)": (256, 7168),
+    "w2 slice (tp 8)": (7168, 256),
+    "gate, whole": (2048, 7168),
+    "down, whole": (7168, 2048),
+}
 GROUP = 32
 
 
 def bench_layout(rounds: int) -> dict[str, Any]:
-    """Run each function over random bytes on one core, in the cache and streaming from memory. Returns the report."""
-    rows = [row for hot in (True, False) for name, (n, k) in SHAPES.items() for row in _shape(name, n, k, rounds, hot)]
+    """Run each function over random bytes on one core, in the cache and streaming from memory. Returns the
+    report.
+    """
+    rows = [
+        row
+        for hot in (True, False)
+        for name, (n, k) in SHAPES.items()
+        for row in _shape(name, n, k, rounds, hot)
+    ]
     return {"rounds": rounds, "rows": rows}
 
 
@@ -37,18 +50,36 @@ def _shape(name: str, n: int, k: int, rounds: int, hot: bool) -> list[dict[str, 
     words = _matrices(count, (k // 16, 2 * n), np.int32, None)
     scale = _matrices(count, (n, k // GROUP), np.uint16, rng)
     marlin_scale = _matrices(count, (k // GROUP, n), np.uint16, None)
-    rows = list(zip(_rows(packed, np.uint64), _rows(words, np.uint64), _rows(scale, np.uint16), _rows(marlin_scale, np.uint16), strict=True))
+    rows = list(
+        zip(
+            _rows(packed, np.uint64),
+            _rows(words, np.uint64),
+            _rows(scale, np.uint16),
+            _rows(marlin_scale, np.uint16),
+            strict=True,
+        )
+    )
     batch = Moves([(p, w) for p, w, _, _ in rows], [(s, m) for _, _, s, m in rows], GROUP, [k] * count)
     weight_bytes, scale_bytes = count * n * k // 2, count * n * k // GROUP * 2
     jobs: list[tuple[str, int, Callable[..., object], list[tuple[Any, ...]]]] = [
         ("repack", weight_bytes, marlin.pack_rows, [(p, w) for p, w, _, _ in rows]),
         ("inverse and compare", weight_bytes, marlin.wrong_row, [(w, p) for p, w, _, _ in rows]),
         ("scales", scale_bytes, marlin.pack_scale_rows, [(s, m, GROUP, k) for _, _, s, m in rows]),
-        ("scales, inverse and compare", scale_bytes, marlin.wrong_scale, [(m, s, GROUP, k) for _, _, s, m in rows]),
+        (
+            "scales, inverse and compare",
+            scale_bytes,
+            marlin.wrong_scale,
+            [(m, s, GROUP, k) for _, _, s, m in rows],
+        ),
         ("xxh3-128", weight_bytes, digest, [(p,) for p in packed]),
         ("inverse", weight_bytes, marlin.unpack_rows, [(w, p) for p, w, _, _ in rows]),
         ("repack and check", weight_bytes + scale_bytes, batch.pack, [(True,)]),
-        ("memcpy", weight_bytes, np.copyto, [(w.reshape(-1), p.reshape(-1)) for p, w in zip(packed, words, strict=True)]),
+        (
+            "memcpy",
+            weight_bytes,
+            np.copyto,
+            [(w.reshape(-1), p.reshape(-1)) for p, w in zip(packed, words, strict=True)],
+        ),
     ]
     results = []
     for job, size, run, calls in jobs:
@@ -61,8 +92,13 @@ def _shape(name: str, n: int, k: int, rounds: int, hot: bool) -> list[dict[str, 
                 run(*calls[0 if hot else i])
             seconds.append(time.perf_counter() - begin)
         seconds = seconds[1:]
-        rates = {"gb_per_s": size / statistics.median(seconds) / 1e9, "best_gb_per_s": size / min(seconds) / 1e9}
-        results.append({"shape": name, "memory": "in cache" if hot else "streaming", "function": job, **rates})
+        rates = {
+            "gb_per_s": size / statistics.median(seconds) / 1e9,
+            "best_gb_per_s": size / min(seconds) / 1e9,
+        }
+        results.append(
+            {"shape": name, "memory": "in cache" if hot else "streaming", "function": job, **rates}
+        )
     return results
 
 
@@ -73,7 +109,9 @@ def _rows(matrices: np.ndarray[Any, Any], dtype: type[np.generic]) -> list[Rows]
     return [Rows(flat, i * rows * cols, cols, rows, cols) for i in range(count)]
 
 
-def _matrices(count: int, shape: tuple[int, int], dtype: type[np.generic], rng: np.random.Generator | None) -> np.ndarray[Any, Any]:
+def _matrices(
+    count: int, shape: tuple[int, int], dtype: type[np.generic], rng: np.random.Generator | None
+) -> np.ndarray[Any, Any]:
     """Matrices side by side in one buffer, as a batch of experts is."""
     size = count * shape[0] * shape[1] * np.dtype(dtype).itemsize
     buffer = aligned_buffer(size)

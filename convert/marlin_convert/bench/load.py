@@ -1,4 +1,6 @@
-"""`bench load`: one rank to the GPU, cold and warm, against what engines do today and against the limits of the machine, in one run."""
+"""`bench load`: one rank to the GPU, cold and warm, against what engines do today and against the limits of
+the machine, in one run.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,26 @@ from marlin_convert.shards.reader import Shards, open_shards
 
 CHUNK = 16 << 20
 #: what each path can at most reach: the least of these, measured in the same rounds
-PINNED, CACHE, REGISTERING, DISK = "pinned memory to the GPU", "page cache to pinned memory", "registering and unregistering the mapping", "disk"
+PINNED, CACHE, REGISTERING, DISK = (
+    "pinned memory to the GPU",
+    "page cache to pinned memory",
+    "registering and unregistering the mapping",
+    "disk",
+)
 LIMITS = {
-    ("auto", "warm"): (PINNED, CACHE), ("mapped", "warm"): (PINNED, REGISTERING),
-    ("auto", "cold"): (DISK,), ("ring", "cold"): (DISK,), ("mapped", "cold"): (DISK,),
-}  # fmt: skip
+    ("auto", "warm"): (PINNED, CACHE),
+    ("mapped", "warm"): (PINNED, REGISTERING),
+    ("auto", "cold"): (DISK,),
+    ("ring", "cold"): (DISK,),
+    ("mapped", "cold"): (DISK,),
+}
 
 
-def bench_load(out: Path, source: str | None, *, rank: int, rounds: int, threads: int | None, say: Callable[[str], None]) -> dict[str, Any]:
-    """Load a rank each way, `rounds` times warm and cold, with the limits measured in each round. Returns the report.
+def bench_load(
+    out: Path, source: str | None, *, rank: int, rounds: int, threads: int | None, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Load a rank each way, `rounds` times warm and cold, with the limits measured in each round. Returns the
+    report.
 
     Raises MachineError without a GPU.
     """
@@ -52,10 +65,18 @@ def bench_load(out: Path, source: str | None, *, rank: int, rounds: int, threads
         say(f"{temperature}: {rounds} rounds")
         warm_ups = 1 if temperature == "warm" else 0
         for i in range(rounds + warm_ups):
-            found = _warm_limits(files, readers) if temperature == "warm" else {DISK: _disk_rate(files, min(readers, DIRECT_THREADS))}
+            found = (
+                _warm_limits(files, readers)
+                if temperature == "warm"
+                else {DISK: _disk_rate(files, min(readers, DIRECT_THREADS))}
+            )
             if ("mapped", temperature) in ways and temperature == "warm":
                 found[REGISTERING] = _register_rate(shards)
-            loads = {way: _one(out, rank, way[0], threads, files, temperature) for way in ways if way[1] == temperature}
+            loads = {
+                way: _one(out, rank, way[0], threads, files, temperature)
+                for way in ways
+                if way[1] == temperature
+            }
             if i < warm_ups:
                 firsts |= loads
             else:
@@ -65,18 +86,35 @@ def bench_load(out: Path, source: str | None, *, rank: int, rounds: int, threads
                     results[way].append(seconds)
     rates = {name: statistics.median(found) for name, found in limits.items()}
     rows = [
-        _row(f"ours, {way[0]}", way[1], size, found, firsts.get(way), min(LIMITS[way], key=lambda name: rates[name]), rates)
+        _row(
+            f"ours, {way[0]}",
+            way[1],
+            size,
+            found,
+            firsts.get(way),
+            min(LIMITS[way], key=lambda name: rates[name]),
+            rates,
+        )
         for way, found in results.items()
     ]
     if source is not None:
         rows += _engine(source, out, rank, max(rounds // 3, 1), readers, say)
     return {
-        "rank": rank, "tp": shards.manifest.tp, "ep": shards.manifest.ep, "bytes": size, "threads": readers, "rounds": rounds, "limits": rates,
-        "limits_all": limits, "rows": rows,
-    }  # fmt: skip
+        "rank": rank,
+        "tp": shards.manifest.tp,
+        "ep": shards.manifest.ep,
+        "bytes": size,
+        "threads": readers,
+        "rounds": rounds,
+        "limits": rates,
+        "limits_all": limits,
+        "rows": rows,
+    }
 
 
-def _one(out: Path, rank: int, path: str, threads: int | None, files: Sequence[Path], temperature: str) -> dict[str, float]:
+def _one(
+    out: Path, rank: int, path: str, threads: int | None, files: Sequence[Path], temperature: str
+) -> dict[str, float]:
     if temperature == "cold":
         evict(files)
         if resident(files) > 0.01:
@@ -90,7 +128,9 @@ def _one(out: Path, rank: int, path: str, threads: int | None, files: Sequence[P
     return seconds
 
 
-def _engine(source: str, out: Path, rank: int, rounds: int, threads: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def _engine(
+    source: str, out: Path, rank: int, rounds: int, threads: int, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
     opened, manifest = open_source(source), open_shards(out, rank).manifest
     layers = [layer for layer in manifest.layers if layer in opened.model.moe_layers]
     topology, provider = Topology.of(manifest.tp, manifest.ep), load_provider()
@@ -115,16 +155,29 @@ def _engine(source: str, out: Path, rank: int, rounds: int, threads: int, say: C
 
 
 def _row(
-    name: str, temperature: str, size: int, results: Sequence[dict[str, float]], first: dict[str, float] | None, limit: str | None = None,
+    name: str,
+    temperature: str,
+    size: int,
+    results: Sequence[dict[str, float]],
+    first: dict[str, float] | None,
+    limit: str | None = None,
     rates: Mapping[str, float] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     median = statistics.median(result["total"] for result in results)
     steps = {step: statistics.median(result.get(step, 0.0) for result in results) for step in results[0]}
     rate = size / median / 1e9
     return {
-        "name": name, "temperature": temperature, "bytes": size, "seconds": median, "gb_per_s": rate, "steps": steps, "first": first,
-        "all": [result["total"] for result in results], "limit": limit, "of_limit": rate / rates[limit] if limit and rates else None,
-    }  # fmt: skip
+        "name": name,
+        "temperature": temperature,
+        "bytes": size,
+        "seconds": median,
+        "gb_per_s": rate,
+        "steps": steps,
+        "first": first,
+        "all": [result["total"] for result in results],
+        "limit": limit,
+        "of_limit": rate / rates[limit] if limit and rates else None,
+    }
 
 
 def _warm(files: Sequence[Path]) -> None:
@@ -153,8 +206,9 @@ def _warm_limits(files: Sequence[Path], threads: int) -> dict[str, float]:
 
 
 def _register_rate(shards: Shards) -> float:
-    """One thread, in pieces as `load_rank` does it, nothing copied; a new mapping, since registering also makes its page tables. Raises MachineError
-    where the driver cannot."""
+    """One thread, in pieces as `load_rank` does it, nothing copied; a new mapping, since registering also
+    makes its page tables. Raises MachineError where the driver cannot.
+    """
     registered: list[int] = []
     with open_shards(shards.out, shards.rank) as fresh:
         flats = [flat_bytes(fresh.mapping(shard)) for shard in fresh.shards()]
@@ -185,8 +239,11 @@ def _disk_rate(files: Sequence[Path], threads: int) -> float:
 def _read_rate(files: Sequence[Path], threads: int, direct: bool) -> float:
     slots = torch.empty(threads * CHUNK, dtype=torch.uint8, pin_memory=True)
     free = list(range(threads))
-    descriptors = {path: (open_direct(path, os.O_RDONLY) if direct else None) for path in files}
-    opened = {path: os.open(path, os.O_RDONLY) if descriptor is None else descriptor for path, descriptor in descriptors.items()}
+    descriptors = {path: open_direct(path, os.O_RDONLY) if direct else None for path in files}
+    opened = {
+        path: os.open(path, os.O_RDONLY) if descriptor is None else descriptor
+        for path, descriptor in descriptors.items()
+    }
     pieces = [(path, at) for path in files for at in range(0, path.stat().st_size, CHUNK)]
 
     def read(piece: tuple[Path, int]) -> int:

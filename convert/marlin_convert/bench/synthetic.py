@@ -1,4 +1,6 @@
-"""A checkpoint of full-size Kimi-K2.6 MoE layers with random weights, for benches: real widths, as many layers and experts as asked for."""
+"""A checkpoint of full-size Kimi-K2.6 MoE layers with random weights, for benches: real widths, as many
+layers and experts as asked for.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +23,47 @@ BLOCK = 64 << 20
 
 def config(layers: int, experts: int) -> dict[str, Any]:
     """A config.json with K2.6's widths and a small vocabulary, without dense layers and vision."""
-    weights = {"num_bits": 4, "group_size": 32, "type": "int", "strategy": "group", "symmetric": True, "dynamic": False, "actorder": None}
+    weights = {
+        "num_bits": 4,
+        "group_size": 32,
+        "type": "int",
+        "strategy": "group",
+        "symmetric": True,
+        "dynamic": False,
+        "actorder": None,
+    }
     return {
-        "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
-        "num_hidden_layers": layers, "first_k_dense_replace": 0, "moe_layer_freq": 1, "n_routed_experts": experts, "n_shared_experts": 1,
-        "num_experts_per_tok": 8, "num_attention_heads": 64, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 1024, "num_nextn_predict_layers": 0,
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": layers,
+        "first_k_dense_replace": 0,
+        "moe_layer_freq": 1,
+        "n_routed_experts": experts,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "num_attention_heads": 64,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "vocab_size": 1024,
+        "num_nextn_predict_layers": 0,
         "quantization_config": {
-            "quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {"weights": weights}}, "ignore": [],
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"group_0": {"weights": weights}},
+            "ignore": [],
         },
-    }  # fmt: skip
+    }
 
 
 def make_layers(folder: Path, layers: int, experts: int) -> int:
-    """Write the checkpoint; returns its bytes. One file a layer and one for the top, in the order of the reference writer."""
+    """Write the checkpoint; returns its bytes. One file a layer and one for the top, in the order of the
+    reference writer.
+    """
     folder.mkdir(parents=True)
     document = config(layers, experts)
     model = parse_config(document)
@@ -47,7 +76,9 @@ def make_layers(folder: Path, layers: int, experts: int) -> int:
         tensors = list(_layer(model, number) if number < layers else _top(model))
         total += _write(folder / name, tensors, block)
         weight_map |= {tensor: name for tensor, _, _ in tensors}
-    (folder / INDEX_NAME).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
+    (folder / INDEX_NAME).write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map})
+    )
     return total
 
 

@@ -13,20 +13,29 @@ ARCHITECTURES = ("KimiK25ForConditionalGeneration", "DeepseekV3ForCausalLM")
 
 @dataclass(frozen=True)
 class Quantization:
-    """The one weight scheme of the checkpoint; `found_at` is the key path of its config, "" for the top level."""
+    """The one weight scheme of the checkpoint; `found_at` is the key path of its config, "" for the top
+    level.
+    """
 
     group_size: int
     found_at: str
     ignore: tuple[str, ...]
 
     def ignores(self, module: str) -> bool:
-        """Whether the ignore list names a module: `re:` entries are anchored at the start, others are whole names."""
-        return any(re.match(entry[3:], module) if entry.startswith("re:") else entry == module for entry in self.ignore)
+        """Whether the ignore list names a module: `re:` entries are anchored at the start, others are whole
+        names.
+        """
+        return any(
+            re.match(entry[3:], module) if entry.startswith("re:") else entry == module
+            for entry in self.ignore
+        )
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes under the names used in the rule table; `text` and `vision` are the raw sections (`vision` may be empty)."""
+    """Sizes under the names used in the rule table; `text` and `vision` are the raw sections (`vision` may be
+    empty).
+    """
 
     text: dict[str, Any]
     vision: dict[str, Any]
@@ -48,10 +57,15 @@ class ModelConfig:
 
 
 def parse_config(config: dict[str, Any]) -> ModelConfig:
-    """The checked ModelConfig of a config.json. Raises SourceError for a model or a quantization this project does not convert."""
+    """The checked ModelConfig of a config.json. Raises SourceError for a model or a quantization this project
+    does not convert.
+    """
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list) or not any(name in ARCHITECTURES for name in architectures):
-        raise SourceError(f"config.json: architectures {architectures} is none of {', '.join(ARCHITECTURES)}; only the Kimi-K2 family is converted")
+        raise SourceError(
+            f"config.json: architectures {architectures} is none of {', '.join(ARCHITECTURES)}; only the"
+            " Kimi-K2 family is converted"
+        )
     nested = isinstance(config.get("text_config"), dict)
     text: dict[str, Any] = config["text_config"] if nested else config
     vision: dict[str, Any] = config.get("vision_config") or {} if nested else {}
@@ -59,21 +73,40 @@ def parse_config(config: dict[str, Any]) -> ModelConfig:
         raise SourceError("config.json: vision_config is not an object")
     quantization = _quantization(config, nested)
     if _number(text, "num_nextn_predict_layers", 0):
-        raise SourceError("config.json: num_nextn_predict_layers is not 0; checkpoints with MTP layers are not supported")
+        raise SourceError(
+            "config.json: num_nextn_predict_layers is not 0; checkpoints with MTP layers are not supported"
+        )
     rope = text.get("rope_scaling")
     if rope is not None and not isinstance(rope, dict):
         raise SourceError(f"config.json: rope_scaling should be an object or null, found {rope!r}")
     if any(type((rope or {}).get(key, 1)) not in (int, float) for key in ("factor", "mscale_all_dim")):
         raise SourceError("config.json: factor and mscale_all_dim of rope_scaling should be numbers")
     if text.get("tie_word_embeddings"):
-        raise SourceError("config.json: tie_word_embeddings is true; the Kimi-K2 family has an lm_head of its own")
-    layers, first, every = _number(text, "num_hidden_layers"), _number(text, "first_k_dense_replace"), _number(text, "moe_layer_freq", 1)
+        raise SourceError(
+            "config.json: tie_word_embeddings is true; the Kimi-K2 family has an lm_head of its own"
+        )
+    layers, first, every = (
+        _number(text, "num_hidden_layers"),
+        _number(text, "first_k_dense_replace"),
+        _number(text, "moe_layer_freq", 1),
+    )
     moe = frozenset(layer for layer in range(layers) if layer >= first and layer % max(every, 1) == 0)
-    return ModelConfig(text, vision, quantization, layers, moe, _number(text, "n_routed_experts"), _text_dims(text) | _vision_dims(vision))
+    return ModelConfig(
+        text,
+        vision,
+        quantization,
+        layers,
+        moe,
+        _number(text, "n_routed_experts"),
+        _text_dims(text) | _vision_dims(vision),
+    )
 
 
 def _text_dims(text: dict[str, Any]) -> dict[str, int]:
-    heads, nope, rope, v = (_number(text, key) for key in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    heads, nope, rope, v = (
+        _number(text, key)
+        for key in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
     kv_lora, moe = _number(text, "kv_lora_rank"), _number(text, "moe_intermediate_size")
     return {
         "hidden": _number(text, "hidden_size"),
@@ -127,35 +160,61 @@ def _number(section: dict[str, Any], key: str, default: int | None = None) -> in
 
 def _quantization(config: dict[str, Any], nested: bool) -> Quantization:
     places = {"": config} | ({"text_config": config["text_config"]} if nested else {})
-    found = {at: section["quantization_config"] for at, section in places.items() if section.get("quantization_config")}
+    found = {
+        at: section["quantization_config"]
+        for at, section in places.items()
+        if section.get("quantization_config")
+    }
     if not found:
-        raise SourceError("config.json: no quantization_config, neither at the top level nor in text_config; this is not an INT4 release")
+        raise SourceError(
+            "config.json: no quantization_config, neither at the top level nor in text_config; this is not an"
+            " INT4 release"
+        )
     at = "text_config" if "text_config" in found else ""
     if len(found) == 2 and found[""] != found["text_config"]:
-        raise SourceError("config.json: the quantization_config at the top level and the one in text_config differ")
+        raise SourceError(
+            "config.json: the quantization_config at the top level and the one in text_config differ"
+        )
     quant = found[at]
     if not isinstance(quant, dict) or not isinstance(quant.get("config_groups"), dict):
         method = quant.get("quant_method") if isinstance(quant, dict) else quant
         hint = "; this folder is a conversion already" if method == "marlin-convert" else ""
         if method == "compressed-tensors":
-            raise SourceError(f"config.json: config_groups of quantization_config should be an object, found {quant.get('config_groups')!r}")
-        raise SourceError(f"config.json: quantization_config is of method {method!r}, not compressed-tensors{hint}")
+            raise SourceError(
+                "config.json: config_groups of quantization_config should be an object, found"
+                f" {quant.get('config_groups')!r}"
+            )
+        raise SourceError(
+            f"config.json: quantization_config is of method {method!r}, not compressed-tensors{hint}"
+        )
     expected = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
     for key, value in expected.items():
         if quant.get(key) != value:
-            raise SourceError(f"config.json: quantization_config.{key} is {quant.get(key)!r}, only {value!r} is converted")
+            raise SourceError(
+                f"config.json: quantization_config.{key} is {quant.get(key)!r}, only {value!r} is converted"
+            )
     if len(quant["config_groups"]) != 1:
-        raise SourceError(f"config.json: quantization_config has {len(quant['config_groups'])} config groups; exactly one is understood")
+        raise SourceError(
+            f"config.json: quantization_config has {len(quant['config_groups'])} config groups; exactly one"
+            " is understood"
+        )
     ((name, group),) = quant["config_groups"].items()
     weights = (group.get("weights") or {}) if isinstance(group, dict) else group
     if not isinstance(weights, dict):
         raise SourceError(f"config.json: config group {name} is not an object with an object of weights")
     for key, values in {
-        "num_bits": (4,), "type": ("int",), "strategy": ("group",), "symmetric": (True,), "dynamic": (False, None),
+        "num_bits": (4,),
+        "type": ("int",),
+        "strategy": ("group",),
+        "symmetric": (True,),
+        "dynamic": (False, None),
         "actorder": (None, False, "static"),
-    }.items():  # fmt: skip
+    }.items():
         if weights.get(key) not in values:
-            raise SourceError(f"config.json: quantization weights.{key} is {weights.get(key)!r}, only {values[0]!r} is converted")
+            raise SourceError(
+                f"config.json: quantization weights.{key} is {weights.get(key)!r}, only {values[0]!r} is"
+                " converted"
+            )
     return Quantization(_number(weights, "group_size"), at, _ignore(quant.get("ignore") or []))
 
 
@@ -166,11 +225,16 @@ def _ignore(entries: Any) -> tuple[str, ...]:
         try:
             re.compile(entry[3:] if entry.startswith("re:") else "")
         except (re.error, RecursionError, OverflowError) as error:
-            raise SourceError(f"config.json: quantization_config.ignore has the pattern {entry[3:]!r}, which is none ({error})") from error
+            raise SourceError(
+                f"config.json: quantization_config.ignore has the pattern {entry[3:]!r}, which is none"
+                f" ({error})"
+            ) from error
     return tuple(entries)
 
 
-def rewritten(config: dict[str, Any], quantization: Quantization, replacement: dict[str, Any]) -> dict[str, Any]:
+def rewritten(
+    config: dict[str, Any], quantization: Quantization, replacement: dict[str, Any]
+) -> dict[str, Any]:
     """config.json for the output: `replacement` where the quantization_config was, and nowhere else."""
     result = {key: value for key, value in config.items() if key != "quantization_config"}
     if quantization.found_at:
@@ -178,5 +242,7 @@ def rewritten(config: dict[str, Any], quantization: Quantization, replacement: d
     else:
         result["quantization_config"] = replacement
         if isinstance(result.get("text_config"), dict):
-            result["text_config"] = {k: v for k, v in config["text_config"].items() if k != "quantization_config"}
+            result["text_config"] = {
+                k: v for k, v in config["text_config"].items() if k != "quantization_config"
+            }
     return result

@@ -38,9 +38,16 @@ class Downloaded:
 
 
 def download(
-    repo: str, options: HubOptions, *, include: Sequence[str] = (), exclude: Sequence[str] = (), progress: Progress | None = None
+    repo: str,
+    options: HubOptions,
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    progress: Progress | None = None,
 ) -> Downloaded:
-    """Fetch and check. Raises UsageError, SourceError for a file that is not what the hub publishes, MachineError where network or disk fail."""
+    """Fetch and check. Raises UsageError, SourceError for a file that is not what the hub publishes,
+    MachineError where network or disk fail.
+    """
     if not is_repository(repo):
         raise UsageError(f"{repo} is not the id of a hub repository; give org/name")
     store = open_hub(repo, options)
@@ -74,37 +81,55 @@ def download(
             raise
     found = {name: store.files[name].size for name in files}
     if options.local_dir is not None:
-        record = {"repo": repo, "revision": store.commit, "files": {name: [size, store.files[name].sha256] for name, size in found.items()}}
+        record = {
+            "repo": repo,
+            "revision": store.commit,
+            "files": {name: [size, store.files[name].sha256] for name, size in found.items()},
+        }
         with machine_errors(f"writing {folder / RECORD}"):
             write_atomic(folder / RECORD, json.dumps(record, indent=1).encode())
     return Downloaded(repo, store.commit, folder, found)
 
 
 def needed_files(store: HubStore, include: Sequence[str], exclude: Sequence[str]) -> list[str]:
-    """Weights, index, configuration and the small files that are copied; of these, those that the patterns choose. Raises SourceError for none."""
+    """Weights, index, configuration and the small files that are copied; of these, those that the patterns
+    choose. Raises SourceError for none.
+    """
     # public: it is in an __all__ that is computed, which mypy does not follow
     from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined, unused-ignore]
 
     weights = [name for name in store.files if name.endswith(".safetensors") and not name.startswith(".")]
     small = [name for name in ("config.json", INDEX_NAME, "README.md") if name in store.files]
     every = [*small, *auxiliary_files(store.names())[0], *weights]
-    chosen = list(filter_repo_objects(every, allow_patterns=list(include) or None, ignore_patterns=list(exclude) or None))
+    chosen = list(
+        filter_repo_objects(
+            every, allow_patterns=list(include) or None, ignore_patterns=list(exclude) or None
+        )
+    )
     if not chosen:
-        raise SourceError(f"{store.where} has no file to fetch; it has {', '.join(list(store.files)[:5]) or 'none at all'}")
+        raise SourceError(
+            f"{store.where} has no file to fetch; it has {', '.join(list(store.files)[:5]) or 'none at all'}"
+        )
     return chosen
 
 
 def _pin_revision(store: HubStore) -> Path:
-    """Let the cache know which commit the revision is, so that it is found without network, too. Returns the snapshot's folder."""
+    """Let the cache know which commit the revision is, so that it is found without network, too. Returns the
+    snapshot's folder.
+    """
     from huggingface_hub import hf_hub_download
 
     revision, options = store.options.revision or "main", store.options
     name = "config.json" if "config.json" in store.files else next(iter(store.files))
     with hub_errors(f"fetching {name}", store.repo):
-        path = hf_hub_download(store.repo, name, revision=revision, token=options.token, cache_dir=options.cache_dir)
+        path = hf_hub_download(
+            store.repo, name, revision=revision, token=options.token, cache_dir=options.cache_dir
+        )
     folder = Path(path).parent
     if folder.name != store.commit:
-        raise MachineError(f"{revision} of {store.repo} moved from {store.commit} to {folder.name} just now; {AGAIN}")
+        raise MachineError(
+            f"{revision} of {store.repo} moved from {store.commit} to {folder.name} just now; {AGAIN}"
+        )
     return folder
 
 
@@ -113,9 +138,12 @@ def _refuse_full_disk(store: HubStore, files: Sequence[str]) -> None:
     from marlin_convert.files import existing
 
     place = existing(store.place)
-    needed, free = sum(store.files[name].size for name in files if store.find(name, None) is None), shutil.disk_usage(place).free
+    needed, free = (
+        sum(store.files[name].size for name in files if store.find(name, None) is None),
+        shutil.disk_usage(place).free,
+    )
     if needed > free:
         raise MachineError(
-            f"{place}: {needed / 1e9:.1f} GB are to be fetched but only {free / 1e9:.1f} GB are free; free some space, or let "
-            "`marlin-convert convert --free-source` keep only a few files at a time"
+            f"{place}: {needed / 1e9:.1f} GB are to be fetched but only {free / 1e9:.1f} GB are free; free"
+            " some space, or let `marlin-convert convert --free-source` keep only a few files at a time"
         )

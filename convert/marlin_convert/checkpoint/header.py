@@ -13,9 +13,22 @@ from marlin_convert.errors import SourceError
 
 #: bytes per element of the dtypes a checkpoint may hold
 DTYPE_SIZE = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
-    "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
-}  # fmt: skip
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "I64": 8,
+    "U64": 8,
+    "F64": 8,
+}
 #: the reference reader's limit
 MAX_HEADER = 100_000_000
 
@@ -55,9 +68,15 @@ def read_header(file: str, size: int, read: Callable[[int, int], bytes]) -> Head
         raise SourceError(f"{file}: {size} bytes is too short for a safetensors file; fetch it again")
     (length,) = struct.unpack("<Q", read(0, 8))
     if length > MAX_HEADER:
-        raise SourceError(f"{file}: the header claims {length} bytes, more than the {MAX_HEADER} any reader accepts; not a safetensors file?")
+        raise SourceError(
+            f"{file}: the header claims {length} bytes, more than the {MAX_HEADER} any reader accepts; not a"
+            " safetensors file?"
+        )
     if 8 + length > size:
-        raise SourceError(f"{file}: the header claims {length} bytes but the file has only {size}; it is truncated, fetch it again")
+        raise SourceError(
+            f"{file}: the header claims {length} bytes but the file has only {size}; it is truncated, fetch"
+            " it again"
+        )
     return parse_header(file, size, read(8, length))
 
 
@@ -66,7 +85,9 @@ def parse_header(file: str, size: int, raw: bytes) -> Header:
     try:
         document = json.loads(raw.decode(), object_pairs_hook=_no_duplicates)
         if b"\\u" in raw:
-            json.dumps(document, ensure_ascii=False).encode()  # half a surrogate is no text: nobody could print or write that name
+            json.dumps(
+                document, ensure_ascii=False
+            ).encode()  # half a surrogate is no text: nobody could print or write that name
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{file}: the header is not valid JSON ({error}); fetch the file again") from error
     if not isinstance(document, dict) or raw[:1] != b"{":
@@ -75,16 +96,23 @@ def parse_header(file: str, size: int, raw: bytes) -> Header:
     if not isinstance(metadata, dict) or any(not isinstance(value, str) for value in metadata.values()):
         raise SourceError(f"{file}: __metadata__ must map strings to strings")
     start = 8 + len(raw)
-    tensors = sorted((_entry(file, name, spec, start) for name, spec in document.items()), key=lambda t: (t.offset, t.size))
+    tensors = sorted(
+        (_entry(file, name, spec, start) for name, spec in document.items()), key=lambda t: (t.offset, t.size)
+    )
     position = start
     for tensor in tensors:
         if tensor.offset != position:
             what = "overlaps the tensor before it" if tensor.offset < position else "leaves a hole before it"
-            raise SourceError(f"{file}: {tensor.name} starts at byte {tensor.offset} but {position} was expected: it {what}")
+            raise SourceError(
+                f"{file}: {tensor.name} starts at byte {tensor.offset} but {position} was expected: it {what}"
+            )
         position += tensor.size
     if position != size:
         what = "truncated" if position > size else "longer than its header says"
-        raise SourceError(f"{file}: header and tensors take {position} bytes but the file has {size}: it is {what}; fetch it again")
+        raise SourceError(
+            f"{file}: header and tensors take {position} bytes but the file has {size}: it is {what}; fetch"
+            " it again"
+        )
     return Header(file, size, raw, metadata, tuple(tensors))
 
 
@@ -102,9 +130,12 @@ def _entry(file: str, name: str, spec: Any, start: int) -> TensorEntry:
         dtype, shape, (begin, end) = spec["dtype"], spec["shape"], spec["data_offsets"]
         whole = [begin, end, *shape]
         well_formed = (
-            len(spec) == 3 and type(dtype) is str and type(shape) is list and all(type(n) is int and 0 <= n < 1 << 62 for n in whole)
+            len(spec) == 3
+            and type(dtype) is str
+            and type(shape) is list
+            and all(type(n) is int and 0 <= n < 1 << 62 for n in whole)
             and math.prod(n for n in shape if n) < 1 << 62
-        )  # fmt: skip
+        )
     except (TypeError, KeyError, ValueError):
         well_formed = False
     if not well_formed:
@@ -115,5 +146,7 @@ def _entry(file: str, name: str, spec: Any, start: int) -> TensorEntry:
     for extent in shape:
         size *= extent
     if end - begin != size:
-        raise SourceError(f"{file}: {name} is {dtype} {shape}, {size} bytes, but its offsets span {end - begin}")
+        raise SourceError(
+            f"{file}: {name} is {dtype} {shape}, {size} bytes, but its offsets span {end - begin}"
+        )
     return TensorEntry(name, dtype, tuple(shape), start + begin, size)

@@ -1,4 +1,5 @@
-"""A checkpoint in a hub repository: listed, headers read by range, files fetched when they are asked for and compared with what the hub publishes.
+"""A checkpoint in a hub repository: listed, headers read by range, files fetched when they are asked for and
+compared with what the hub publishes.
 
 The hub's own client does all of the transfer; it is imported only when a repository is used.
 """
@@ -16,7 +17,8 @@ from marlin_convert.checkpoint.hub_reader import HubFile, HubReader, wrong_bytes
 from marlin_convert.checkpoint.store import START, FolderStore
 from marlin_convert.errors import MachineError, SourceError
 
-#: asked for first of each file: all of a small header; of a large one the length, and the rest is one more request
+#: asked for first of each file: all of a small header; of a large one the length, and the rest is one more
+#: request
 FIRST = 64 << 10
 #: a file read whole into memory is at most this long
 LONGEST = 256 << 20
@@ -65,7 +67,10 @@ class HubStore:
         """What the hub publishes. Raises SourceError for a weight file of which it publishes none."""
         value = self.files[name].sha256
         if value is None:
-            raise SourceError(f"{name}: {self.repo} lists no sha256 for it, so it cannot be checked; fetch it yourself and give the folder")
+            raise SourceError(
+                f"{name}: {self.repo} lists no sha256 for it, so it cannot be checked; fetch it yourself and"
+                " give the folder"
+            )
         return value
 
     def read(self, name: str) -> bytes:
@@ -118,15 +123,18 @@ class HubStore:
         for folder in (staging, self.options.local_dir):
             if folder is not None and (Path(folder) / name).is_file():
                 return Path(folder) / name
-        found = try_to_load_from_cache(self.repo, name, cache_dir=self.options.cache_dir, revision=self.commit)
+        found = try_to_load_from_cache(
+            self.repo, name, cache_dir=self.options.cache_dir, revision=self.commit
+        )
         return Path(found) if isinstance(found, str) else None
 
     def fetch(self, name: str, staging: Path | None, into_staging: bool, count: Count) -> Path:
-        """Have a file on the disk, in size and sha256 what the hub publishes. `count` gets bytes as they come.
+        """Have a file on the disk, in size and sha256 what the hub publishes. `count` gets bytes as they
+        come.
 
-        It is looked for in `staging`, too, and goes there if `into_staging`, else to the chosen folder or the cache. What was there before this run
-        is used if it is right and never removed, but for the staging folder, which is ours; what came now and is wrong is removed again.
-        Raises SourceError, MachineError.
+        It is looked for in `staging`, too, and goes there if `into_staging`, else to the chosen folder or the
+        cache. What was there before this run is used if it is right and never removed, but for the staging
+        folder, which is ours; what came now and is wrong is removed again. Raises SourceError, MachineError.
         """
         file = self._file(name)
         found = self.find(name, staging)
@@ -136,11 +144,16 @@ class HubStore:
                 self._paths[name] = found
                 return found
             if staging is None or found.parent != staging:
-                raise SourceError(f"{found} is not the file that {self.where} publishes: {problem}; move it away, then {AGAIN}")
+                raise SourceError(
+                    f"{found} is not the file that {self.where} publishes: {problem}; move it away, then"
+                    f" {AGAIN}"
+                )
             remove_fetched(found)
         for attempt in range(TRIES):
             try:
-                path = download_file(self.repo, self.commit, file, self.options, staging if into_staging else None, count)
+                path = download_file(
+                    self.repo, self.commit, file, self.options, staging if into_staging else None, count
+                )
             except MachineError as error:
                 # the client goes on by itself after most failures of the network, but not after all of them
                 if attempt == TRIES - 1 or getattr(error.__cause__, "errno", None):
@@ -152,16 +165,23 @@ class HubStore:
                 return path
             count(-file.size)
             remove_fetched(path)
-        raise SourceError(f"{name}: {problem}, {TRIES} times: what comes is not what {self.where} publishes; nothing of it was kept, {AGAIN}")
+        raise SourceError(
+            f"{name}: {problem}, {TRIES} times: what comes is not what {self.where} publishes; nothing of it"
+            f" was kept, {AGAIN}"
+        )
 
     def _file(self, name: str) -> HubFile:
         if name not in self.files:
-            raise SourceError(f"{name} is missing in {self.where}; is this the repository of a published checkpoint?")
+            raise SourceError(
+                f"{name} is missing in {self.where}; is this the repository of a published checkpoint?"
+            )
         return self.files[name]
 
 
 def open_repository(repo: str, options: HubOptions) -> HubStore | FolderStore:
-    """A repository; with HF_HUB_OFFLINE the snapshot of it that lies in the cache, as a folder. Raises SourceError, MachineError, UsageError."""
+    """A repository; with HF_HUB_OFFLINE the snapshot of it that lies in the cache, as a folder. Raises
+    SourceError, MachineError, UsageError.
+    """
     from huggingface_hub import constants, try_to_load_from_cache
 
     if not constants.HF_HUB_OFFLINE:
@@ -172,13 +192,18 @@ def open_repository(repo: str, options: HubOptions) -> HubStore | FolderStore:
     with hub_errors(f"looking for {repo} in the cache", repo):
         config = try_to_load_from_cache(repo, "config.json", cache_dir=options.cache_dir, revision=revision)
     if not isinstance(config, str):
-        raise MachineError(f"HF_HUB_OFFLINE is set and the cache has no {repo} at {revision}; fetch it before: marlin-convert download {repo}")
+        raise MachineError(
+            f"HF_HUB_OFFLINE is set and the cache has no {repo} at {revision}; fetch it before:"
+            f" marlin-convert download {repo}"
+        )
     snapshot = Path(config).parent
     return FolderStore(snapshot, (repo, snapshot.name))
 
 
 def open_hub(repo: str, options: HubOptions) -> HubStore:
-    """List a repository at the commit that the revision stands for now. Raises SourceError, MachineError, UsageError."""
+    """List a repository at the commit that the revision stands for now. Raises SourceError, MachineError,
+    UsageError.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
 
@@ -186,11 +211,15 @@ def open_hub(repo: str, options: HubOptions) -> HubStore:
     with hub_errors(f"opening {repo}" + (f" at {options.revision}" if options.revision else ""), repo):
         commit = api.model_info(repo, revision=options.revision or "main").sha
         if not commit:
-            raise MachineError(f"the hub does not say which commit {options.revision or 'main'} of {repo} is; {AGAIN}")
+            raise MachineError(
+                f"the hub does not say which commit {options.revision or 'main'} of {repo} is; {AGAIN}"
+            )
         files, folders = {}, []
         for entry in api.list_repo_tree(repo, revision=commit):
             if isinstance(entry, RepoFile):
-                files[entry.path] = HubFile(entry.path, entry.size, entry.lfs.sha256 if entry.lfs else None, entry.blob_id)
+                files[entry.path] = HubFile(
+                    entry.path, entry.size, entry.lfs.sha256 if entry.lfs else None, entry.blob_id
+                )
             else:
                 folders.append(entry.path)
     return HubStore(repo, commit, dict(sorted(files.items())), tuple(sorted(folders)), options)

@@ -1,4 +1,6 @@
-"""Whole files of a hub repository on the disk: fetched by the hub's client, compared with what the hub publishes, removed."""
+"""Whole files of a hub repository on the disk: fetched by the hub's client, compared with what the hub
+publishes, removed.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ Count = Callable[[int], None]
 
 @dataclass(frozen=True)
 class HubOptions:
-    """How a repository is read; None means what the hub's client does by default (HF_TOKEN, HF_HOME and so on)."""
+    """How a repository is read; None means what the hub's client does by default (HF_TOKEN, HF_HOME and so
+    on).
+    """
 
     revision: str | None = None
     token: str | None = None
@@ -28,8 +32,11 @@ class HubOptions:
     max_workers: int | None = None
 
 
-def download_file(repo: str, commit: str, file: HubFile, options: HubOptions, folder: Path | None, count: Count) -> Path:
-    """Fetch a file to `folder`, the chosen folder or the cache. `count` gets bytes as they come, and all of them back where it fails.
+def download_file(
+    repo: str, commit: str, file: HubFile, options: HubOptions, folder: Path | None, count: Count
+) -> Path:
+    """Fetch a file to `folder`, the chosen folder or the cache. `count` gets bytes as they come, and all of
+    them back where it fails.
 
     Raises SourceError, MachineError. The content is not compared yet.
     """
@@ -45,9 +52,14 @@ def download_file(repo: str, commit: str, file: HubFile, options: HubOptions, fo
     with hub_errors(f"fetching {file.name}", repo):
         try:
             path = hf_hub_download(
-                repo, file.name, revision=commit, token=options.token, cache_dir=options.cache_dir, local_dir=folder or options.local_dir,
+                repo,
+                file.name,
+                revision=commit,
+                token=options.token,
+                cache_dir=options.cache_dir,
+                local_dir=folder or options.local_dir,
                 tqdm_class=_forwarding_bar(forward),
-            )  # fmt: skip
+            )
         except BaseException:
             count(-counted)
             raise
@@ -56,7 +68,9 @@ def download_file(repo: str, commit: str, file: HubFile, options: HubOptions, fo
 
 
 def wrong_file(path: Path, file: HubFile) -> str | None:
-    """What is wrong with a file on the disk, or None: size, then sha256 while its pages are still in memory."""
+    """What is wrong with a file on the disk, or None: size, then sha256 while its pages are still in
+    memory.
+    """
     try:
         if (size := path.stat().st_size) != file.size:
             return f"{size} bytes, expected {file.size}"
@@ -65,7 +79,9 @@ def wrong_file(path: Path, file: HubFile) -> str | None:
         with path.open("rb") as opened:
             value = hashlib.file_digest(opened, "sha256").hexdigest()
     except OSError as error:
-        raise MachineError(f"{path}: cannot be read ({error.strerror}); check the disk, then {AGAIN}") from error
+        raise MachineError(
+            f"{path}: cannot be read ({error.strerror}); check the disk, then {AGAIN}"
+        ) from error
     return None if value == file.sha256 else f"sha256 {value}, expected {file.sha256}"
 
 

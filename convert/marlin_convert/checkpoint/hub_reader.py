@@ -1,4 +1,6 @@
-"""Bytes of files in a hub repository, into memory: ranges for headers, small files whole. Never more or other bytes than were asked for."""
+"""Bytes of files in a hub repository, into memory: ranges for headers, small files whole. Never more or other
+bytes than were asked for.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,8 @@ class HubReader:
             if span is None or tuple(map(int, span.groups())) != (offset, offset + length - 1, file.size):
                 found = response.headers.get("content-range")
                 raise SourceError(
-                    f"{file.name}: asked for bytes {offset}-{offset + length - 1} of {file.size}, the server says it sends {found}; "
-                    "the file has changed, or a proxy is in the way"
+                    f"{file.name}: asked for bytes {offset}-{offset + length - 1} of {file.size}, the server"
+                    f" says it sends {found}; the file has changed, or a proxy is in the way"
                 )
 
         return self._get(file, {"Range": f"bytes={offset}-{offset + length - 1}"}, check, length)
@@ -60,12 +62,16 @@ class HubReader:
                 with hub_errors(f"reading {file.name}", self.repo):
                     return b"".join(self._stream(file, extra, check, length))
             except MachineError as error:
-                if attempt == ATTEMPTS - 1 or hasattr(error.__cause__, "response"):  # the client has waited for a better answer already
+                if attempt == ATTEMPTS - 1 or hasattr(
+                    error.__cause__, "response"
+                ):  # the client has waited for a better answer already
                     raise
                 time.sleep(attempt + 0.5)
         raise AssertionError
 
-    def _stream(self, file: HubFile, extra: dict[str, str], check: Callable[[Any], None], length: int) -> Iterator[bytes]:
+    def _stream(
+        self, file: HubFile, extra: dict[str, str], check: Callable[[Any], None], length: int
+    ) -> Iterator[bytes]:
         from huggingface_hub import constants, hf_hub_url
 
         # public: it is in an __all__ that is computed, which mypy does not follow
@@ -74,7 +80,9 @@ class HubReader:
         url = hf_hub_url(self.repo, file.name, revision=self.commit)
         headers = build_hf_headers(token=self.token) | {"Accept-Encoding": "identity"} | extra
         timeout, got = constants.HF_HUB_DOWNLOAD_TIMEOUT, 0
-        with http_stream_backoff("GET", url, headers=headers, timeout=timeout, retry_on_exceptions=()) as response:
+        with http_stream_backoff(
+            "GET", url, headers=headers, timeout=timeout, retry_on_exceptions=()
+        ) as response:
             hf_raise_for_status(response)
             check(response)
             for piece in response.iter_bytes():
@@ -91,11 +99,20 @@ def wrong_bytes(file: HubFile, data: bytes) -> str | None:
     if file.sha256 is not None:
         value, expected = hashlib.sha256(data).hexdigest(), file.sha256
     else:
-        value, expected = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest(), file.blob
+        value, expected = (
+            hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest(),
+            file.blob,
+        )
     return None if value == expected else f"digest {value}, expected {expected}"
 
 
 def _expect(name: str, response: Any, status: int) -> None:
     if response.status_code != status:
-        ranges = "; it ignores range requests, which the headers need: use another endpoint, or `marlin-convert download` and the folder"
-        raise SourceError(f"{name}: the server answers {response.status_code} where {status} is needed{ranges if status == 206 else ''}")
+        ranges = (
+            "; it ignores range requests, which the headers need: use another endpoint, or `marlin-convert"
+            " download` and the folder"
+        )
+        raise SourceError(
+            f"{name}: the server answers {response.status_code} where {status} is"
+            f" needed{ranges if status == 206 else ''}"
+        )

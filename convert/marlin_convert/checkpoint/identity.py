@@ -1,7 +1,9 @@
-"""Who a source is: by content, since two releases of this family have identical headers and different weights.
+"""Who a source is: by content, since two releases of this family have identical headers and different
+weights.
 
-A folder is known by samples of its files, a repository by its commit and what the hub publishes of each file. Both have the digests of the header and
-of the first bytes of data, and the id is made of these alone: the same bytes give the same shards, whichever way they came.
+A folder is known by samples of its files, a repository by its commit and what the hub publishes of each file.
+Both have the digests of the header and of the first bytes of data, and the id is made of these alone: the
+same bytes give the same shards, whichever way they came.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ _PAGE = 4096
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """One weight file: bytes, and xxh3-128 of its header, of the start of its data, and of a sample of all of it (folder), or the hub's sha256."""
+    """One weight file: bytes, and xxh3-128 of its header, of the start of its data, and of a sample of all of
+    it (folder), or the hub's sha256.
+    """
 
     name: str
     size: int
@@ -56,7 +60,10 @@ class SourceIdentity:
     @property
     def id(self) -> str:
         """32 hex digits that stand for the whole; they go into every shard's header."""
-        common = {"config": self.config, "files": [[file.name, file.size, file.header, file.start] for file in self.files]}
+        common = {
+            "config": self.config,
+            "files": [[file.name, file.size, file.header, file.start] for file in self.files],
+        }
         return xxhash.xxh3_128_hexdigest(json.dumps(common, sort_keys=True, separators=(",", ":")).encode())
 
     @property
@@ -66,14 +73,19 @@ class SourceIdentity:
 
     def as_json(self) -> dict[str, Any]:
         """For records and manifest; what is not known is left out."""
-        files = [{key: value for key, value in asdict(file).items() if value is not None} for file in self.files]
+        files = [
+            {key: value for key, value in asdict(file).items() if value is not None} for file in self.files
+        ]
         origin = {} if self.repo is None else {"repo": self.repo, "revision": self.revision}
         return {**origin, "files": files, "config": self.config}
 
     def continued_by(self, other: SourceIdentity) -> str | None:
         """What forbids to continue with another look at the source, in words; None where nothing does."""
         if self.revision is not None and other.revision is not None and self.revision != other.revision:
-            return f"it was commit {self.revision} of {self.repo}, now it is {other.revision}; give --revision {self.revision} to continue"
+            return (
+                f"it was commit {self.revision} of {self.repo}, now it is {other.revision}; give --revision"
+                f" {self.revision} to continue"
+            )
         if self.from_hub != other.from_hub:
             mine, its = (f"{look.repo} on the hub" if look.from_hub else "a folder" for look in (self, other))
             return f"before it was {mine}, now it is {its}"
@@ -98,7 +110,9 @@ def identity_from_json(document: dict[str, Any]) -> SourceIdentity:
 
 
 def identify(source: Source, threads: int = 8) -> SourceIdentity:
-    """Look at all weight files: 256 pages of each in a folder; nothing more than the headers brought in a repository."""
+    """Look at all weight files: 256 pages of each in a folder; nothing more than the headers brought in a
+    repository.
+    """
     with ThreadPoolExecutor(threads) as workers:
         files = tuple(workers.map(lambda header: _identify_file(source, header), source.headers))
     repo, revision = source.store.origin or (None, None)
@@ -108,7 +122,9 @@ def identify(source: Source, threads: int = 8) -> SourceIdentity:
 def _identify_file(source: Source, header: Header) -> FileIdentity:
     start, sha256 = xxhash.xxh3_128_hexdigest(source.store.start(header)), source.store.sha256(header.file)
     sample = _sample(source, header) if sha256 is None else None
-    return FileIdentity(header.file, header.size, xxhash.xxh3_128_hexdigest(header.raw), start, sample, sha256)
+    return FileIdentity(
+        header.file, header.size, xxhash.xxh3_128_hexdigest(header.raw), start, sample, sha256
+    )
 
 
 def _sample(source: Source, header: Header) -> str:
@@ -118,7 +134,9 @@ def _sample(source: Source, header: Header) -> str:
     try:
         with source.path(header.file).open("rb") as file:
             sampled = [*range(0, pages, step), pages - 1]
-            if hasattr(os, "posix_fadvise"):  # ask for all pages at once: the disk takes them in its own order
+            if hasattr(
+                os, "posix_fadvise"
+            ):  # ask for all pages at once: the disk takes them in its own order
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
                 for page in sampled:
                     os.posix_fadvise(file.fileno(), data + page * _PAGE, _PAGE, os.POSIX_FADV_WILLNEED)

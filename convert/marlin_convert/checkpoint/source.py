@@ -19,12 +19,25 @@ from marlin_convert.errors import ConvertError, SourceError, UsageError
 
 INDEX_NAME = "model.safetensors.index.json"
 #: never copied beside the shards: other weights, and what version control and downloaders leave
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".incomplete", ".lock")
+WEIGHT_SUFFIXES = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".incomplete",
+    ".lock",
+)
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 #: headers of a repository that are fetched at a time
 REQUESTS = 8
 #: names that the output uses itself; the source's README moves to source/
-RESERVED = frozenset({"manifest.json", "provenance.json", "digests.bin", "config.json", INDEX_NAME, "README.md"})
+RESERVED = frozenset(
+    {"manifest.json", "provenance.json", "digests.bin", "config.json", INDEX_NAME, "README.md"}
+)
 
 
 class SourceTensor(NamedTuple):
@@ -72,16 +85,20 @@ class Source:
 
 
 def open_source(source: str, hub: HubOptions | None = None) -> Source:
-    """Open a checkpoint: a folder, else a repository `org/name` of the hub. Headers only; no tensor data is read.
+    """Open a checkpoint: a folder, else a repository `org/name` of the hub. Headers only; no tensor data is
+    read.
 
-    Raises SourceError where it is damaged, incomplete or of another kind, UsageError where it is neither, MachineError where the network fails.
+    Raises SourceError where it is damaged, incomplete or of another kind, UsageError where it is neither,
+    MachineError where the network fails.
     """
     try:
         store, notes = _store(source, hub)
         names = store.names()
     except ConvertError as error:
         if is_repository(source) and not Path(source).exists() and "folder" not in str(error):
-            raise type(error)(f"{source} is no folder here, so it was taken for a repository of the hub: {error}") from error
+            raise type(error)(
+                f"{source} is no folder here, so it was taken for a repository of the hub: {error}"
+            ) from error
         raise
     config_bytes = store.read("config.json")
     _refuse_converted(store, names)
@@ -89,7 +106,9 @@ def open_source(source: str, hub: HubOptions | None = None) -> Source:
     model = parse_config(config)
     index_bytes = store.read(INDEX_NAME) if INDEX_NAME in names else None
     weight_map = parse_index(index_bytes) if index_bytes is not None else None
-    files = weight_files([name for name in names if name.endswith(".safetensors") and not name.startswith(".")], weight_map)
+    files = weight_files(
+        [name for name in names if name.endswith(".safetensors") and not name.startswith(".")], weight_map
+    )
     if store.folder is None:
         with ThreadPoolExecutor(REQUESTS) as workers:
             headers = tuple(workers.map(store.header, files))
@@ -97,10 +116,19 @@ def open_source(source: str, hub: HubOptions | None = None) -> Source:
         headers = tuple(map(store.header, files))
     auxiliary, left_out = auxiliary_files(names)
     return Source(
-        label=source, store=store, headers=headers, tensors=collect_tensors(headers, weight_map), config=config, config_bytes=config_bytes,
-        index_bytes=index_bytes, model=model, auxiliary=auxiliary, left_out=left_out,
-        readme=store.read("README.md") if names.get("README.md") else None, notes=notes,
-    )  # fmt: skip
+        label=source,
+        store=store,
+        headers=headers,
+        tensors=collect_tensors(headers, weight_map),
+        config=config,
+        config_bytes=config_bytes,
+        index_bytes=index_bytes,
+        model=model,
+        auxiliary=auxiliary,
+        left_out=left_out,
+        readme=store.read("README.md") if names.get("README.md") else None,
+        notes=notes,
+    )
 
 
 def is_repository(source: str) -> bool:
@@ -113,13 +141,25 @@ def _store(source: str, hub: HubOptions | None) -> tuple[Store, tuple[str, ...]]
     folder = Path(source)
     if folder.is_dir():
         if hub is not None and (hub.revision or hub.free_source or hub.local_dir):
-            raise UsageError(f"{source} is a folder here; --revision, --local-dir and --free-source are for repositories of the hub")
-        note = f"{source} is the folder of that name here, not the repository on the hub; write ./{source} to say so"
+            raise UsageError(
+                f"{source} is a folder here; --revision, --local-dir and --free-source are for repositories"
+                " of the hub"
+            )
+        note = (
+            f"{source} is the folder of that name here, not the repository on the hub; write ./{source} to"
+            " say so"
+        )
         return FolderStore(folder, recorded_origin(folder)), (note,) if is_repository(source) else ()
     if folder.exists():
-        raise UsageError(f"{source} is a file, not a folder; give the folder that holds config.json and the .safetensors files")
+        raise UsageError(
+            f"{source} is a file, not a folder; give the folder that holds config.json and the .safetensors"
+            " files"
+        )
     if not is_repository(source):
-        raise UsageError(f"{source} does not exist; give the folder that holds config.json and the .safetensors files, or a repository org/name")
+        raise UsageError(
+            f"{source} does not exist; give the folder that holds config.json and the .safetensors files, or"
+            " a repository org/name"
+        )
     from marlin_convert.checkpoint.hub import open_repository
 
     return open_repository(source, hub or HubOptions()), ()
@@ -128,22 +168,36 @@ def _store(source: str, hub: HubOptions | None) -> tuple[Store, tuple[str, ...]]
 def _refuse_converted(store: Store, names: dict[str, bool]) -> None:
     """Raise SourceError for something that this project wrote."""
     if names.get("manifest.json") and b'"marlin-convert"' in store.read("manifest.json")[:64]:
-        raise SourceError(f"{store.where} is a conversion already (it has a manifest.json of marlin-convert); give the published checkpoint")
+        raise SourceError(
+            f"{store.where} is a conversion already (it has a manifest.json of marlin-convert); give the"
+            " published checkpoint"
+        )
 
 
 def parse_index(raw: bytes) -> dict[str, str]:
-    """The checked weight_map of an index: tensor name -> file name. Raises SourceError for names that leave the folder."""
+    """The checked weight_map of an index: tensor name -> file name. Raises SourceError for names that leave
+    the folder.
+    """
     weight_map = _json_object(raw, INDEX_NAME).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise SourceError(f"{INDEX_NAME}: it has no weight_map")
     for file in set(map(str, weight_map.values())):
-        if file != os.path.basename(file) or file in ("", ".", "..") or "\\" in file or not file.endswith(".safetensors"):
-            raise SourceError(f"{INDEX_NAME}: the file name {file!r} is not that of a .safetensors file in the same folder")
+        if (
+            file != os.path.basename(file)
+            or file in ("", ".", "..")
+            or "\\" in file
+            or not file.endswith(".safetensors")
+        ):
+            raise SourceError(
+                f"{INDEX_NAME}: the file name {file!r} is not that of a .safetensors file in the same folder"
+            )
     return {str(name): str(file) for name, file in weight_map.items()}
 
 
 def weight_files(present: Iterable[str], weight_map: dict[str, str] | None) -> list[str]:
-    """The weight files in name order. Raises SourceError where one is missing, or lies there without being in the index."""
+    """The weight files in name order. Raises SourceError where one is missing, or lies there without being in
+    the index.
+    """
     here = set(present)
     if weight_map is None:
         if not here:
@@ -151,9 +205,15 @@ def weight_files(present: Iterable[str], weight_map: dict[str, str] | None) -> l
         return sorted(here)
     named = set(weight_map.values())
     if missing := sorted(named - here):
-        raise SourceError(f"{len(missing)} of {len(named)} weight files are missing: {_some(missing)}; fetch them, then run the same command")
+        raise SourceError(
+            f"{len(missing)} of {len(named)} weight files are missing: {_some(missing)}; fetch them, then run"
+            " the same command"
+        )
     if extra := sorted(here - named):
-        raise SourceError(f"{_some(extra)} lies in the folder but is not in {INDEX_NAME}; move it away, or fetch the index that goes with it")
+        raise SourceError(
+            f"{_some(extra)} lies in the folder but is not in {INDEX_NAME}; move it away, or fetch the index"
+            " that goes with it"
+        )
     return sorted(named)
 
 
@@ -163,13 +223,20 @@ def collect_tensors(headers: Iterable[Header], weight_map: dict[str, str] | None
     for header in headers:
         for entry in header.tensors:
             if entry.name in tensors:
-                raise SourceError(f"{entry.name} stands in two files: {tensors[entry.name].file} and {header.file}")
+                raise SourceError(
+                    f"{entry.name} stands in two files: {tensors[entry.name].file} and {header.file}"
+                )
             tensors[entry.name] = SourceTensor(header.file, entry)
     if weight_map is not None:
         if missing := sorted(weight_map.keys() - tensors.keys()):
-            raise SourceError(f"{len(missing)} tensors of {INDEX_NAME} are in no file: {_some(missing)}; fetch {weight_map[missing[0]]} again")
+            raise SourceError(
+                f"{len(missing)} tensors of {INDEX_NAME} are in no file: {_some(missing)}; fetch"
+                f" {weight_map[missing[0]]} again"
+            )
         if extra := sorted(tensors.keys() - weight_map.keys()):
-            raise SourceError(f"{len(extra)} tensors are not in {INDEX_NAME}: {_some(extra)} (in {tensors[extra[0]].file})")
+            raise SourceError(
+                f"{len(extra)} tensors are not in {INDEX_NAME}: {_some(extra)} (in {tensors[extra[0]].file})"
+            )
         for name, file in weight_map.items():
             if tensors[name].file != file:
                 raise SourceError(f"{name} is in {tensors[name].file}, but {INDEX_NAME} says {file}")
@@ -182,7 +249,12 @@ def auxiliary_files(names: dict[str, bool]) -> tuple[tuple[str, ...], tuple[str,
     for name, is_file in names.items():
         if name in (INDEX_NAME, "config.json", "README.md", RECORD) or name.endswith(".safetensors"):
             continue
-        if is_file and not name.startswith(".") and not name.endswith(WEIGHT_SUFFIXES) and name not in RESERVED:
+        if (
+            is_file
+            and not name.startswith(".")
+            and not name.endswith(WEIGHT_SUFFIXES)
+            and name not in RESERVED
+        ):
             copied.append(name)
         else:
             left.append(name + ("" if is_file else "/"))

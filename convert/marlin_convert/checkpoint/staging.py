@@ -1,4 +1,6 @@
-"""Files of a repository, fetched a little ahead of the units that need them, and let go when the last of these is recorded."""
+"""Files of a repository, fetched a little ahead of the units that need them, and let go when the last of
+these is recorded.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Supply(Protocol):
         """Begin to fetch."""
 
     def wait(self, files: Iterable[str]) -> None:
-        """Return once these files can be read. Raises SourceError, MachineError; InterruptedError after `stop`."""
+        """Return once these files can be read. Raises SourceError, MachineError; InterruptedError after
+        `stop`.
+        """
 
     def check(self, unit: str) -> None:
         """See that a unit's files are as they were when they were checked. Raises SourceError."""
@@ -57,19 +61,31 @@ class AtHand:
 
 
 class Stager:
-    """The supply of a repository: `needed` says which files each unit that is still to be made reads, in order.
+    """The supply of a repository: `needed` says which files each unit that is still to be made reads, in
+    order.
 
-    At most `look_ahead` + 1 files are held, under way or there, unless the oldest unit that is not recorded needs more than that. Files that lie in
-    `staging` are removed when no unit needs them any more; others are never touched.
+    At most `look_ahead` + 1 files are held, under way or there, unless the oldest unit that is not recorded
+    needs more than that. Files that lie in `staging` are removed when no unit needs them any more; others are
+    never touched.
     """
 
     def __init__(
-        self, store: HubStore, needed: Mapping[str, Sequence[str]], staging: Path, free: bool, look_ahead: int, progress: Progress | None
+        self,
+        store: HubStore,
+        needed: Mapping[str, Sequence[str]],
+        staging: Path,
+        free: bool,
+        look_ahead: int,
+        progress: Progress | None,
     ) -> None:
         self._store, self._staging, self._free, self._look_ahead = store, staging, free, look_ahead
         self._needed = dict(needed)
         self._queue = list(dict.fromkeys(file for files in needed.values() for file in files))
-        self._total, self._bytes, self._progress = sum(store.files[file].size for file in self._queue), 0, progress
+        self._total, self._bytes, self._progress = (
+            sum(store.files[file].size for file in self._queue),
+            0,
+            progress,
+        )
         self._held: set[str] = set()
         self._ready: dict[str, os.stat_result] = {}
         self._failure: BaseException | None = None
@@ -102,9 +118,14 @@ class Stager:
             try:
                 now = self._store.path(file).stat()
             except OSError as error:
-                raise SourceError(f"{file} has gone while {unit} was being converted: {error.strerror}; run the same command again") from error
+                raise SourceError(
+                    f"{file} has gone while {unit} was being converted: {error.strerror}; run the same"
+                    " command again"
+                ) from error
             if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
-                raise SourceError(f"{file} was changed while {unit} was being converted; run the same command again")
+                raise SourceError(
+                    f"{file} was changed while {unit} was being converted; run the same command again"
+                )
 
     def recorded(self, unit: str) -> None:
         """See `Supply`."""
@@ -160,7 +181,9 @@ class Stager:
 
 
 def sweep(staging: Path, wanted: set[str]) -> None:
-    """Remove from a staging folder all but the wanted files: other files, and what a killed download left half-done."""
+    """Remove from a staging folder all but the wanted files: other files, and what a killed download left
+    half-done.
+    """
     if not staging.is_dir():
         return
     for path in staging.iterdir():

@@ -1,4 +1,6 @@
-"""Where a checkpoint's files are: the few questions that its reader asks, and the answer of a folder. `hub.py` has the other answer."""
+"""Where a checkpoint's files are: the few questions that its reader asks, and the answer of a folder.
+`hub.py` has the other answer.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ START = 16 << 10
 
 
 class Store(Protocol):
-    """The files of one checkpoint, by name. Reading any of them may raise SourceError, or MachineError where disk or network fail."""
+    """The files of one checkpoint, by name. Reading any of them may raise SourceError, or MachineError where
+    disk or network fail.
+    """
 
     @property
     def where(self) -> str:
@@ -77,7 +81,9 @@ class FolderStore:
             refuse_special(self.path(name))
             return self.path(name).read_bytes()
         except FileNotFoundError:
-            raise SourceError(f"{name} is missing in {self.folder}; is this the folder of a published checkpoint?") from None
+            raise SourceError(
+                f"{name} is missing in {self.folder}; is this the folder of a published checkpoint?"
+            ) from None
         except OSError as error:
             raise SourceError(f"{self.path(name)}: cannot be read ({error.strerror})") from error
 
@@ -103,7 +109,9 @@ class FolderStore:
 
 
 def recorded_origin(folder: Path) -> tuple[str, str] | None:
-    """(repository, commit) of a folder that `download` filled, if all its files still have the sizes it recorded."""
+    """(repository, commit) of a folder that `download` filled, if all its files still have the sizes it
+    recorded.
+    """
     try:
         record = json.loads((folder / RECORD).read_bytes())
         same = all((folder / name).stat().st_size == size for name, (size, _) in record["files"].items())
@@ -117,6 +125,10 @@ def header_of(path: Path) -> Header:
     try:
         refuse_special(path)
         with path.open("rb") as file:
-            return read_header(path.name, os.fstat(file.fileno()).st_size, lambda offset, length: os.pread(file.fileno(), length, offset))
+            return read_header(
+                path.name,
+                os.fstat(file.fileno()).st_size,
+                lambda offset, length: os.pread(file.fileno(), length, offset),
+            )
     except OSError as error:
         raise SourceError(f"{path.name}: cannot be read ({error.strerror})") from error

@@ -1,4 +1,6 @@
-"""What the manifest says, derived again from what is kept of the source and from the format: a folder whose digests all fit can still be wrong."""
+"""What the manifest says, derived again from what is kept of the source and from the format: a folder whose
+digests all fit can still be wrong.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,19 @@ CHECKS = ("none", "exact", "kernel")
 
 
 def check_manifest(manifest: Manifest, kept: KeptSource, report: Report) -> set[str]:
-    """Everything in the manifest that can be derived. Returns the paths of shards of which it says the right things."""
+    """Everything in the manifest that can be derived. Returns the paths of shards of which it says the right
+    things.
+    """
     report.add(*(Finding("manifest.json", f"says {what}") for what in _wrong_facts(manifest, kept)))
     layers, right = {unit.name: unit.layer for unit in manifest.units}, set()
     for shard in manifest.shards:
         problems = list(_wrong_shard(manifest, kept, shard))
-        report.add(*(Finding(shard.path, f"the manifest says {what}", layers.get(shard.unit), rank=shard.rank) for what in problems))
+        report.add(
+            *(
+                Finding(shard.path, f"the manifest says {what}", layers.get(shard.unit), rank=shard.rank)
+                for what in problems
+            )
+        )
         if not problems:
             right.add(shard.path)
     return right
@@ -33,19 +42,29 @@ def _wrong_facts(manifest: Manifest, kept: KeptSource) -> Iterator[str]:
     document, model = manifest.document, kept.model
     expected: dict[str, dict[str, Any]] = {
         "source": {
-            "tensors": len(kept.entries), "payload_bytes": sum(entry.size for entry in kept.entries.values()),
+            "tensors": len(kept.entries),
+            "payload_bytes": sum(entry.size for entry in kept.entries.values()),
             "quantization_config_at": model.quantization.found_at,
         },
         "parallel": {"moe_tp": manifest.tp // manifest.ep},
         "layout": {"group_size": model.quantization.group_size},
-    }  # fmt: skip
+    }
     layout = LAYOUTS.get(manifest.layout_id)
     if layout is not None:
-        shape = ExpertShape(model.hidden, model.moe_intermediate, model.quantization.group_size, manifest.tp // manifest.ep)
+        shape = ExpertShape(
+            model.hidden, model.moe_intermediate, model.quantization.group_size, manifest.tp // manifest.ep
+        )
         padded = layout.padded(shape)
-        expected["parallel"]["padding"] = None if padded == shape.local else {"moe_intermediate": shape.local, "padded": padded}
+        expected["parallel"]["padding"] = (
+            None if padded == shape.local else {"moe_intermediate": shape.local, "padded": padded}
+        )
         name, number = layout.b_q_type
-        expected["layout"] |= {"num_bits": layout.num_bits, "symmetric": layout.symmetric, "b_q_type": name, "b_q_type_id": number}
+        expected["layout"] |= {
+            "num_bits": layout.num_bits,
+            "symmetric": layout.symmetric,
+            "b_q_type": name,
+            "b_q_type_id": number,
+        }
     for section, values in expected.items():
         for key, value in values.items():
             if (given := document[section].get(key, "missing")) != value:
@@ -53,7 +72,10 @@ def _wrong_facts(manifest: Manifest, kept: KeptSource) -> Iterator[str]:
     constants = model_constants(model.text)
     for key in sorted(constants.keys() | manifest.model.keys()):
         if manifest.model.get(key) != constants.get(key):
-            yield f"model.{key} {manifest.model.get(key)}, by the source's config.json it is {constants.get(key)}"
+            yield (
+                f"model.{key} {manifest.model.get(key)}, by the source's config.json it is"
+                f" {constants.get(key)}"
+            )
     if manifest.checks not in CHECKS:
         yield f"checks {manifest.checks}, which is none of {', '.join(CHECKS)}"
     layers = tuple(sorted(unit.layer for unit in manifest.units if unit.layer is not None))
@@ -61,15 +83,24 @@ def _wrong_facts(manifest: Manifest, kept: KeptSource) -> Iterator[str]:
         yield f"layers {list(manifest.layers)}, but its units are of the layers {list(layers)}"
     whole = len(manifest.ranks) == manifest.tp and any(unit.name == "top" for unit in manifest.units)
     if manifest.complete != whole:
-        yield f"complete {manifest.complete}, but its ranks and units are {'all' if whole else 'not all'} there are"
+        yield (
+            f"complete {manifest.complete}, but its ranks and units are {'all' if whole else 'not all'}"
+            " there are"
+        )
 
 
 def model_constants(text: Mapping[str, Any]) -> dict[str, Any]:
-    """The constants an engine needs, from the text model's config: all its plain values, one level deep, and the softmax scale."""
+    """The constants an engine needs, from the text model's config: all its plain values, one level deep, and
+    the softmax scale.
+    """
     constants = {key: value for key, value in text.items() if isinstance(value, (int, float, str, bool))}
     for key, section in text.items():
         if isinstance(section, Mapping) and not key.endswith("_config"):
-            constants |= {f"{key}.{inner}": value for inner, value in section.items() if not isinstance(value, (list, dict))}
+            constants |= {
+                f"{key}.{inner}": value
+                for inner, value in section.items()
+                if not isinstance(value, (list, dict))
+            }
     scale = 1.0 / math.sqrt(text["qk_nope_head_dim"] + text["qk_rope_head_dim"])
     yarn = text.get("rope_scaling") or {}
     if yarn.get("mscale_all_dim") and yarn.get("factor", 1) > 1:
@@ -89,19 +120,31 @@ def _wrong_shard(manifest: Manifest, kept: KeptSource, shard: Shard) -> Iterator
         yield from _wrong_tensor(manifest, kept, tensor)
     views = sorted(_expected_views(tensors), key=lambda view: view.name)
     if sorted(shard.fused, key=lambda view: view.name) != views:
-        yield f"that its fused views are {[view.name for view in shard.fused]}, by the format {[view.name for view in views]} with other places"
+        yield (
+            f"that its fused views are {[view.name for view in shard.fused]}, by the format"
+            f" {[view.name for view in views]} with other places"
+        )
 
 
 def _wrong_tensor(manifest: Manifest, kept: KeptSource, tensor: StoredTensor) -> Iterator[str]:
-    """dtype and shape against the kept headers. (Shapes of stacked tensors are the layout's and checked with their data.)"""
+    """dtype and shape against the kept headers. (Shapes of stacked tensors are the layout's and checked with
+    their data.)
+    """
     origin = expected_origin(tensor.name)
     stacked = origin.rule == "experts"
     source = kept.entries.get(origin.sources[0].replace("{expert}", "0"))
     if source is None:
         return  # coverage tells
-    shape = tensor.shape if stacked else tuple(n // manifest.tp if axis == origin.axis else n for axis, n in enumerate(source.shape))
+    shape = (
+        tensor.shape
+        if stacked
+        else tuple(n // manifest.tp if axis == origin.axis else n for axis, n in enumerate(source.shape))
+    )
     if (tensor.dtype, tensor.shape) != (source.dtype, shape):
-        yield f"that {tensor.name} is {tensor.dtype} {list(tensor.shape)}, it must be {source.dtype} {list(shape)}"
+        yield (
+            f"that {tensor.name} is {tensor.dtype} {list(tensor.shape)}, it must be {source.dtype}"
+            f" {list(shape)}"
+        )
     if stacked != (tensor.experts is not None):
         yield f"that {tensor.name} has {'no' if stacked else ''} digests of experts"
 
@@ -112,4 +155,6 @@ def _expected_views(tensors: Mapping[str, StoredTensor]) -> Iterator[FusedTensor
             other = tensors.get(name.removesuffix(first) + second)
             if name.endswith(f".{first}") and other is not None:
                 shape = (tensor.shape[0] + other.shape[0], *tensor.shape[1:])
-                yield FusedTensor(name.removesuffix(first) + fused, tensor.dtype, shape, tensor.offset, (name, other.name))
+                yield FusedTensor(
+                    name.removesuffix(first) + fused, tensor.dtype, shape, tensor.offset, (name, other.name)
+                )

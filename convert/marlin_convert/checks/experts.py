@@ -1,4 +1,6 @@
-"""The data of the routed experts: each expert's pieces read from its ranks, inverted to the published matrices, compared with their digests."""
+"""The data of the routed experts: each expert's pieces read from its ranks, inverted to the published
+matrices, compared with their digests.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,10 @@ Matrices = dict[str, tuple[Bytes, Bytes]]
 class ExpertCheck:
     """What is needed to check experts of one layer.
 
-    `held` maps (rank, stacked name) to the tensor; `owners(expert)` are the ranks that should hold it, in slice order.
-    `piece_digest(rank, name, i)` is the recorded digest of local expert i, or None; `expected(name)` the source's digest or None;
-    `source_bytes(name)` the source's bytes, or None without a source; `hint(name, digest)` what data of this digest in place of `name` tells.
+    `held` maps (rank, stacked name) to the tensor; `owners(expert)` are the ranks that should hold it, in
+    slice order. `piece_digest(rank, name, i)` is the recorded digest of local expert i, or None;
+    `expected(name)` the source's digest or None; `source_bytes(name)` the source's bytes, or None without a
+    source; `hint(name, digest)` what data of this digest in place of `name` tells.
     """
 
     reader: PieceReader
@@ -47,7 +50,11 @@ class ExpertCheck:
         """Check one expert on all its ranks."""
         ranks = [rank for rank in self.owners(expert) if (rank, self._stacked()[0]) in self.held]
         pieces = self._read(expert, ranks)
-        damaged = {key for key, piece in pieces.items() if self.piece_digest(*key, self._local(expert, key[0])) not in (None, digest(piece))}
+        damaged = {
+            key
+            for key, piece in pieces.items()
+            if self.piece_digest(*key, self._local(expert, key[0])) not in (None, digest(piece))
+        }
         whole = len(ranks) == len(self.owners(expert))
         provable = whole or self.source_bytes is not None
         self.report.count(size=sum(piece.nbytes for piece in pieces.values()))
@@ -56,7 +63,12 @@ class ExpertCheck:
         explained = {key for what in wrong.values() for key in what}
         for rank, name in sorted(damaged - explained):
             hint = self._whose_piece(rank, name, pieces)
-            self._add(expert, None, rank, f"{name.rpartition('.')[2]}: the stored bytes do not match their digest{hint}")
+            self._add(
+                expert,
+                None,
+                rank,
+                f"{name.rpartition('.')[2]}: the stored bytes do not match their digest{hint}",
+            )
 
     def _stacked(self) -> tuple[str, ...]:
         return tuple(f"{self.prefix}.{tensor.name}" for tensor in self.layout.stacked(self.shape))
@@ -71,7 +83,9 @@ class ExpertCheck:
             for name in self._stacked():
                 item = self.held[rank, name]
                 size = item.tensor.size // item.tensor.shape[0]
-                wanted.append(Piece(item.shard.path, item.tensor.offset + self._local(expert, rank) * size, size))
+                wanted.append(
+                    Piece(item.shard.path, item.tensor.offset + self._local(expert, rank) * size, size)
+                )
                 keys.append((rank, name))
         plan = plan_reads(wanted)
         buffer = aligned_buffer(plan.size)
@@ -81,17 +95,31 @@ class ExpertCheck:
             self.reader.read(plan, buffer)
         finally:
             self.reader.close_files(files)
-        return {key: buffer[at : at + piece.size] for key, at, piece in zip(keys, plan.places, wanted, strict=True)}
+        return {
+            key: buffer[at : at + piece.size]
+            for key, at, piece in zip(keys, plan.places, wanted, strict=True)
+        }
 
-    def _restore(self, expert: int, ranks: Sequence[int], pieces: Mapping[tuple[int, str], Bytes]) -> tuple[Matrices, set[int]]:
-        """The published matrices of an expert; ranks that are not there are filled in from the source. Also the ranks whose padding is not zero."""
+    def _restore(
+        self, expert: int, ranks: Sequence[int], pieces: Mapping[tuple[int, str], Bytes]
+    ) -> tuple[Matrices, set[int]]:
+        """The published matrices of an expert; ranks that are not there are filled in from the source. Also
+        the ranks whose padding is not zero.
+        """
         matrices, dirty = {}, set()
         for projection in PROJECTIONS:
             out, inputs = self.shape.matrix(projection)
-            packed, scale = np.zeros((out, inputs // 2), np.uint8), np.zeros((out, inputs // self.shape.group_size * 2), np.uint8)
+            packed, scale = (
+                np.zeros((out, inputs // 2), np.uint8),
+                np.zeros((out, inputs // self.shape.group_size * 2), np.uint8),
+            )
             if self.source_bytes is not None and len(ranks) < len(self.owners(expert)):
-                packed[:] = self.source_bytes(self._name(expert, projection, "weight_packed")).reshape(packed.shape)
-                scale[:] = self.source_bytes(self._name(expert, projection, "weight_scale")).reshape(scale.shape)
+                packed[:] = self.source_bytes(self._name(expert, projection, "weight_packed")).reshape(
+                    packed.shape
+                )
+                scale[:] = self.source_bytes(self._name(expert, projection, "weight_scale")).reshape(
+                    scale.shape
+                )
             words_name, scales_name = self.layout.targets(projection)
             for rank in ranks:
                 words = pieces[rank, f"{self.prefix}.{words_name}"].view(np.uint64)
@@ -101,23 +129,40 @@ class ExpertCheck:
                 s = Rows.of(scales.reshape(rows[scales_name], -1))
                 index = self.owners(expert).index(rank)
                 try:
-                    self.layout.unpack(self.shape, projection, index, w, s, Rows.of(packed.view(np.uint64)), Rows.of(scale.view(np.uint16)))
+                    self.layout.unpack(
+                        self.shape,
+                        projection,
+                        index,
+                        w,
+                        s,
+                        Rows.of(packed.view(np.uint64)),
+                        Rows.of(scale.view(np.uint16)),
+                    )
                 except ValueError:
                     dirty.add(rank)
             matrices[projection] = (packed, scale)
         return matrices, dirty
 
     def _compare(
-        self, expert: int, ranks: Sequence[int], pieces: Mapping[tuple[int, str], Bytes], damaged: set[tuple[int, str]]
+        self,
+        expert: int,
+        ranks: Sequence[int],
+        pieces: Mapping[tuple[int, str], Bytes],
+        damaged: set[tuple[int, str]],
     ) -> dict[tuple[str, str], set[tuple[int, str]]]:
-        """Compare restored matrices with the source; reports what differs and returns which damaged pieces that explains."""
+        """Compare restored matrices with the source; reports what differs and returns which damaged pieces
+        that explains.
+        """
         matrices, dirty = self._restore(expert, ranks, pieces)
         for rank in dirty:
             self._add(expert, None, rank, "the padding is not zero")
         wrong: dict[tuple[str, str], set[tuple[int, str]]] = {}
         for projection, (packed, scale) in matrices.items():
             words_name, scales_name = self.layout.targets(projection)
-            for kind, matrix, stacked in (("weight_packed", packed, words_name), ("weight_scale", scale, scales_name)):
+            for kind, matrix, stacked in (
+                ("weight_packed", packed, words_name),
+                ("weight_scale", scale, scales_name),
+            ):
                 name = self._name(expert, projection, kind)
                 expected, found = self.expected(name), digest(matrix)
                 if expected is None:
@@ -129,16 +174,22 @@ class ExpertCheck:
                 culprits = {(rank, full) for rank in ranks if (rank, full) in damaged}
                 wrong[projection, kind] = culprits
                 culprits = culprits or {(rank, full) for rank in dirty}
-                hint = self.hint(name, found) or self._swapped(expert, kind, ranks, matrices, projection, {r for r, _ in culprits})
+                hint = self.hint(name, found) or self._swapped(
+                    expert, kind, ranks, matrices, projection, {r for r, _ in culprits}
+                )
                 for rank, stacked_name in sorted(culprits):
                     hint = hint or self._whose_piece(rank, stacked_name, pieces)
-                suspects = [rank for rank, _ in sorted(culprits)] or self._differing_ranks(expert, projection, kind, matrix, ranks)
+                suspects = [rank for rank, _ in sorted(culprits)] or self._differing_ranks(
+                    expert, projection, kind, matrix, ranks
+                )
                 for suspect in suspects:
                     self._add(expert, projection, suspect, f"{kind} differs from the source{hint}")
         self._check_shapes(expert)
         return wrong
 
-    def _differing_ranks(self, expert: int, projection: str, kind: str, matrix: Bytes, ranks: Sequence[int]) -> Sequence[int | None]:
+    def _differing_ranks(
+        self, expert: int, projection: str, kind: str, matrix: Bytes, ranks: Sequence[int]
+    ) -> Sequence[int | None]:
         """Which ranks' slices differ, where a source is there to tell; else only that one of them does."""
         if len(self.owners(expert)) == 1:
             return [ranks[0]]
@@ -148,8 +199,18 @@ class ExpertCheck:
         parts = np.array_split(differs, len(self.owners(expert)), axis=self.shape.axis(projection))
         return [rank for rank, part in zip(self.owners(expert), parts, strict=True) if part.any()] or [None]
 
-    def _swapped(self, expert: int, kind: str, ranks: Sequence[int], matrices: Matrices, projection: str, culprits: set[int]) -> str:
-        """Whether exchanging gate and up on the suspect ranks (all of them where none is known) gives the source."""
+    def _swapped(
+        self,
+        expert: int,
+        kind: str,
+        ranks: Sequence[int],
+        matrices: Matrices,
+        projection: str,
+        culprits: set[int],
+    ) -> str:
+        """Whether exchanging gate and up on the suspect ranks (all of them where none is known) gives the
+        source.
+        """
         if projection == "down_proj":
             return ""
         which = 0 if kind == "weight_packed" else 1
@@ -157,7 +218,10 @@ class ExpertCheck:
         local = gate.shape[0] // len(self.owners(expert))
         for rank in culprits or set(ranks):
             at = self.owners(expert).index(rank) * local
-            gate[at : at + local], up[at : at + local] = up[at : at + local].copy(), gate[at : at + local].copy()
+            gate[at : at + local], up[at : at + local] = (
+                up[at : at + local].copy(),
+                gate[at : at + local].copy(),
+            )
         names = [self._name(expert, p, kind) for p in ("gate_proj", "up_proj")]
         if all(digest(matrix) == self.expected(name) for matrix, name in zip((gate, up), names, strict=True)):
             return ": gate and up are exchanged"
@@ -176,9 +240,14 @@ class ExpertCheck:
         for projection in PROJECTIONS:
             name = self._name(expert, projection, "weight_shape")
             expected = self.expected(name)
-            shapes = (digest(np.array(self.shape.matrix(projection), dtype).tobytes()) for dtype in (np.int32, np.int64))
+            shapes = (
+                digest(np.array(self.shape.matrix(projection), dtype).tobytes())
+                for dtype in (np.int32, np.int64)
+            )
             if expected is not None and expected not in shapes:
-                self._add(expert, projection, None, "weight_shape of the source is not the shape of weight_packed")
+                self._add(
+                    expert, projection, None, "weight_shape of the source is not the shape of weight_packed"
+                )
 
     def _name(self, expert: int, projection: str, kind: str) -> str:
         return f"{self.prefix}.{expert}.{projection}.{kind}"

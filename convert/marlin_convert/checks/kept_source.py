@@ -1,4 +1,6 @@
-"""What OUT keeps of its source: headers, configuration and the digest of every tensor. Enough to prove an output exact without the source."""
+"""What OUT keeps of its source: headers, configuration and the digest of every tensor. Enough to prove an
+output exact without the source.
+"""
 
 from __future__ import annotations
 
@@ -37,17 +39,24 @@ class KeptSource:
 
 
 def digests_by_tensor(headers: Sequence[Header], blob: bytes) -> dict[str, bytes]:
-    """source/digests.bin: 16 bytes for each tensor, in the order of the files and of the tensors in them. Raises OutputError."""
+    """source/digests.bin: 16 bytes for each tensor, in the order of the files and of the tensors in them.
+    Raises OutputError.
+    """
     names = [entry.name for header in headers for entry in header.tensors]
     if len(blob) != 16 * len(names):
-        raise OutputError(f"source/digests.bin has {len(blob)} bytes, expected {16 * len(names)}; make OUT again: convert with --overwrite")
+        raise OutputError(
+            f"source/digests.bin has {len(blob)} bytes, expected {16 * len(names)}; make OUT again: convert"
+            " with --overwrite"
+        )
     return {name: blob[16 * i : 16 * i + 16] for i, name in enumerate(names)}
 
 
 def sound_bytes(out: Path, manifest: Manifest, name: str) -> bytes:
     """What a listed file holds; nothing where it is not there or not what the manifest has the digest of."""
     data = (out / name).read_bytes() if (out / name).is_file() else b""
-    return data if digest(data).hex() in [file.digest for file in manifest.files if file.path == name] else b""
+    return (
+        data if digest(data).hex() in [file.digest for file in manifest.files if file.path == name] else b""
+    )
 
 
 def read_kept_source(out: Path, manifest: Manifest) -> KeptSource:
@@ -63,6 +72,16 @@ def read_kept_source(out: Path, manifest: Manifest) -> KeptSource:
         blob = (out / "source" / "digests.bin").read_bytes()
         model = parse_config(config)
     except (OSError, ValueError, EOFError, zlib.error, KeyError, TypeError, ConvertError) as error:
-        raise OutputError(f"{out}/source is damaged ({error}), so nothing can be proven; make OUT again: convert with --overwrite") from error
+        raise OutputError(
+            f"{out}/source is damaged ({error}), so nothing can be proven; make OUT again: convert with"
+            " --overwrite"
+        ) from error
     entries = [entry for header in headers for entry in header.tensors]
-    return KeptSource(tuple(headers), config, config_bytes, model, {entry.name: entry for entry in entries}, digests_by_tensor(headers, blob))
+    return KeptSource(
+        tuple(headers),
+        config,
+        config_bytes,
+        model,
+        {entry.name: entry for entry in entries},
+        digests_by_tensor(headers, blob),
+    )

@@ -1,7 +1,8 @@
-"""How a tensor of the format comes to be, stated again from schemas/README.md and the published model, for the checks alone.
+"""How a tensor of the format comes to be, stated again from schemas/README.md and the published model, for
+the checks alone.
 
-A manifest that is consistent in itself can still be wrong (gate and up exchanged in bytes and in text). So the checks compare it with this, and
-import nothing from planning.
+A manifest that is consistent in itself can still be wrong (gate and up exchanged in bytes and in text). So
+the checks compare it with this, and import nothing from planning.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ def expected_origin(name: str) -> Origin:
     prefix, _, last = name.rpartition(".")
     if prefix.endswith(".mlp.experts") and last in _STACKED:
         axis, sources = _STACKED[last]
-        return Origin(name, "experts", axis, "moe_tp", tuple(f"{prefix}.{{expert}}.{source}" for source in sources))
+        return Origin(
+            name, "experts", axis, "moe_tp", tuple(f"{prefix}.{{expert}}.{source}" for source in sources)
+        )
     if name.startswith(("vision_tower.", "mm_projector.")):
         return Origin(name, "common", None, None, (name,))
     for rule, axis, endings in (("column", 0, _COLUMN), ("row", 1, _ROW), ("vocab", 0, _VOCAB)):
@@ -36,7 +39,11 @@ def expected_origin(name: str) -> Origin:
 def fused_pairs() -> tuple[tuple[str, str, str], ...]:
     """Neighbours that may be read as one: the two endings of their names, and that of the view."""
     return (
-        ("self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", "self_attn.fused_qkv_a_proj_with_mqa.weight"),
+        (
+            "self_attn.q_a_proj.weight",
+            "self_attn.kv_a_proj_with_mqa.weight",
+            "self_attn.fused_qkv_a_proj_with_mqa.weight",
+        ),
         ("gate_proj.weight", "up_proj.weight", "gate_up_proj.weight"),
     )
 

@@ -1,4 +1,6 @@
-"""The data of tensors that keep their name: read from every rank, put together again, compared with the source's digest."""
+"""The data of tensors that keep their name: read from every rank, put together again, compared with the
+source's digest.
+"""
 
 from __future__ import annotations
 
@@ -53,13 +55,21 @@ def read_rows(reader: PieceReader, stored: Stored, begin: int, end: int) -> Byte
 
 
 def check_plain(
-    reader: PieceReader, origin: Origin, layer: int | None, held: Sequence[Stored], tp: int, expected: bytes | None,
-    rows_of_source: Callable[[int, int], Bytes] | None, hint: Callable[[bytes], str], report: Report,
-) -> None:  # fmt: skip
+    reader: PieceReader,
+    origin: Origin,
+    layer: int | None,
+    held: Sequence[Stored],
+    tp: int,
+    expected: bytes | None,
+    rows_of_source: Callable[[int, int], Bytes] | None,
+    hint: Callable[[bytes], str],
+    report: Report,
+) -> None:
     """Check a tensor on all ranks that hold it.
 
-    `held` is in rank order; `expected` the source's digest. Slices of ranks that are not there are taken from the source where there is one
-    (`rows_of_source(begin, end)` gives rows of the whole tensor), else the tensor cannot be proven from OUT alone.
+    `held` is in rank order; `expected` the source's digest. Slices of ranks that are not there are taken from
+    the source where there is one (`rows_of_source(begin, end)` gives rows of the whole tensor), else the
+    tensor cannot be proven from OUT alone.
     """
     by_rank = {item.rank: item for item in held}
     stored_digests = {rank: xxhash.xxh3_128() for rank in by_rank}
@@ -75,7 +85,9 @@ def check_plain(
     damaged = [item for item in held if stored_digests[item.rank].hexdigest() != item.tensor.digest]
     for item in damaged:
         report.add(_finding(item, origin, layer, "the stored bytes do not match their digest"))
-    report.count(size=sum(item.tensor.size for item in held), proven=int(provable), unproven=int(not provable))
+    report.count(
+        size=sum(item.tensor.size for item in held), proven=int(provable), unproven=int(not provable)
+    )
     if expected is None:
         report.add(Finding("source/digests.bin", f"has no digest of {origin.tensor}", layer))
     if not provable or expected is None:
@@ -87,7 +99,11 @@ def check_plain(
             if item not in damaged:
                 report.add(_finding(item, origin, layer, "differs from the source" + hint(found[item.rank])))
     elif whole.digest() != expected and not damaged:
-        culprits = [] if rows_of_source is None else [item for item in held if _differs(reader, item, origin.axis, rows_of_source)]
+        culprits = (
+            []
+            if rows_of_source is None
+            else [item for item in held if _differs(reader, item, origin.axis, rows_of_source)]
+        )
         told = hint(whole.digest())
         report.add(*(_finding(item, origin, layer, "differs from the source" + told) for item in culprits))
         if not culprits:
@@ -95,7 +111,9 @@ def check_plain(
             report.add(Finding(held[0].shard.path, what, layer))
 
 
-def _differs(reader: PieceReader, item: Stored, axis: int | None, rows_of_source: Callable[[int, int], Bytes]) -> bool:
+def _differs(
+    reader: PieceReader, item: Stored, axis: int | None, rows_of_source: Callable[[int, int], Bytes]
+) -> bool:
     """Whether a rank's slice differs from the source."""
     rows, rank = item.tensor.shape[0], item.rank
     width = item.tensor.size // rows
@@ -104,7 +122,10 @@ def _differs(reader: PieceReader, item: Stored, axis: int | None, rows_of_source
         end = min(begin + step, rows)
         first = rank * rows if axis == 0 else 0
         theirs = rows_of_source(first + begin, first + end)
-        if not np.array_equal(read_rows(reader, item, begin, end), theirs if axis == 0 else theirs[:, rank * width : (rank + 1) * width]):
+        if not np.array_equal(
+            read_rows(reader, item, begin, end),
+            theirs if axis == 0 else theirs[:, rank * width : (rank + 1) * width],
+        ):
             return True
     return False
 
@@ -113,7 +134,14 @@ def _finding(item: Stored, origin: Origin, layer: int | None, what: str) -> Find
     return Finding(item.shard.path, f"{origin.tensor}: {what}", layer, rank=item.shard.rank)
 
 
-def _feed_rows(reader: PieceReader, by_rank: Held, tp: int, rows_of_source: Rows | None, stored_digests: Hashers, whole: xxhash.xxh3_128) -> None:
+def _feed_rows(
+    reader: PieceReader,
+    by_rank: Held,
+    tp: int,
+    rows_of_source: Rows | None,
+    stored_digests: Hashers,
+    whole: xxhash.xxh3_128,
+) -> None:
     """Slices lie one after the other."""
     rows = next(iter(by_rank.values())).tensor.shape[0]
     width = next(iter(by_rank.values())).tensor.size // rows
@@ -131,7 +159,14 @@ def _feed_rows(reader: PieceReader, by_rank: Held, tp: int, rows_of_source: Rows
             whole.update(chunk.data)
 
 
-def _feed_columns(reader: PieceReader, by_rank: Held, tp: int, rows_of_source: Rows | None, stored_digests: Hashers, whole: xxhash.xxh3_128) -> None:
+def _feed_columns(
+    reader: PieceReader,
+    by_rank: Held,
+    tp: int,
+    rows_of_source: Rows | None,
+    stored_digests: Hashers,
+    whole: xxhash.xxh3_128,
+) -> None:
     """Slices lie side by side."""
     sample = next(iter(by_rank.values())).tensor
     rows, width = sample.shape[0], sample.size // sample.shape[0]

@@ -49,7 +49,9 @@ class Report:
             self.findings.extend(findings)
 
     def count(self, *, files: int = 0, size: int = 0, proven: int = 0, unproven: int = 0) -> None:
-        """Count what was looked at: files, bytes read, source tensors proven and not provable from OUT alone."""
+        """Count what was looked at: files, bytes read, source tensors proven and not provable from OUT
+        alone.
+        """
         with self._lock:
             self.files += files
             self.bytes += size
@@ -59,6 +61,12 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         """For `--json`; its schema is schemas/verify.schema.json."""
         return {
-            "ok": self.ok, "files": self.files, "bytes": self.bytes, "tensors_proven": self.proven, "tensors_unproven": self.unproven,
-            "findings": [asdict(finding) | {"message": str(finding)} for finding in sorted(self.findings, key=str)],
-        }  # fmt: skip
+            "ok": self.ok,
+            "files": self.files,
+            "bytes": self.bytes,
+            "tensors_proven": self.proven,
+            "tensors_unproven": self.unproven,
+            "findings": [
+                asdict(finding) | {"message": str(finding)} for finding in sorted(self.findings, key=str)
+            ],
+        }

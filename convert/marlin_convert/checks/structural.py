@@ -1,4 +1,6 @@
-"""Everything that can be checked without reading tensor data: files, headers, identity, and each document derived again from what it stands for."""
+"""Everything that can be checked without reading tensor data: files, headers, identity, and each document
+derived again from what it stands for.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ UNLISTED = frozenset({"manifest.json", "provenance.json"})
 
 
 def check_listed_files(out: Path, manifest: Manifest, report: Report) -> None:
-    """Size and digest of every file beside the shards; nothing else lies in OUT; provenance.json is as it was written."""
+    """Size and digest of every file beside the shards; nothing else lies in OUT; provenance.json is as it was
+    written.
+    """
     for file in manifest.files:
         try:
             size, value = file_digest(out / file.path)
@@ -35,12 +39,20 @@ def check_listed_files(out: Path, manifest: Manifest, report: Report) -> None:
             continue
         report.count(files=1, size=size)
         if (size, value) != (file.size, file.digest):
-            report.add(Finding(file.path, f"{size} bytes with digest {value}, the manifest has {file.size} bytes with {file.digest}"))
+            report.add(
+                Finding(
+                    file.path,
+                    f"{size} bytes with digest {value}, the manifest has {file.size} bytes with"
+                    f" {file.digest}",
+                )
+            )
     known = {file.path for file in manifest.files} | {shard.path for shard in manifest.shards} | UNLISTED
     for folder, _, names in os.walk(out):
         for name in names:
             path = str((Path(folder) / name).relative_to(out))
-            if path not in known and path != ".gitattributes" and not path.startswith(".cache/huggingface/"):  # which the hub's tools leave
+            if (
+                path not in known and path != ".gitattributes" and not path.startswith(".cache/huggingface/")
+            ):  # which the hub's tools leave
                 report.add(Finding(path, "is not in the manifest; move it away"))
     provenance = out / "provenance.json"
     if provenance.exists() and not seal_holds(provenance.read_bytes()):
@@ -53,12 +65,18 @@ def check_documents(manifest: Manifest, kept: KeptSource, out: Path, report: Rep
     source = manifest.document["source"]
     identity = identity_from_json(source)
     if identity.id != manifest.source_id or identity.config != xxhash.xxh3_128_hexdigest(kept.config_bytes):
-        report.add(Finding("manifest.json", "source.id or source.config is not what the listed source files give"))
+        report.add(
+            Finding("manifest.json", "source.id or source.config is not what the listed source files give")
+        )
     for header, file in zip(kept.headers, identity.files, strict=True):
         if file.header != xxhash.xxh3_128_hexdigest(header.raw):
-            report.add(Finding(f"source/headers/{header.file}.gz", "is not the header whose digest the manifest has"))
+            report.add(
+                Finding(f"source/headers/{header.file}.gz", "is not the header whose digest the manifest has")
+            )
     layout = manifest.document["layout"]
-    replacement = quantization_config(layout["id"], layout["num_bits"], layout["group_size"], layout["symmetric"])
+    replacement = quantization_config(
+        layout["id"], layout["num_bits"], layout["group_size"], layout["symmetric"]
+    )
     try:
         config = json.loads((out / "config.json").read_bytes())
     except (OSError, ValueError):
@@ -68,15 +86,27 @@ def check_documents(manifest: Manifest, kept: KeptSource, out: Path, report: Rep
     for unit in manifest.units:
         for origin in unit.tensors:
             if origin != expected_origin(origin.tensor):
-                report.add(Finding("manifest.json", f"unit {unit.name} says of {origin.tensor} what the format does not: {origin}", unit.layer))
+                report.add(
+                    Finding(
+                        "manifest.json",
+                        f"unit {unit.name} says of {origin.tensor} what the format does not: {origin}",
+                        unit.layer,
+                    )
+                )
     for folder in sorted({shard.path.split("/")[0] for shard in manifest.shards}):
-        _check_index(out, folder, [shard for shard in manifest.shards if shard.path.startswith(folder + "/")], report)
+        _check_index(
+            out, folder, [shard for shard in manifest.shards if shard.path.startswith(folder + "/")], report
+        )
 
 
 def _check_index(out: Path, folder: str, shards: list[Shard], report: Report) -> None:
-    stored = {tensor.name: shard for shard in shards for tensor in shard.tensors if not is_filler(tensor.name)}
+    stored = {
+        tensor.name: shard for shard in shards for tensor in shard.tensors if not is_filler(tensor.name)
+    }
     expected = {
-        "metadata": {"total_size": sum(t.size for shard in shards for t in shard.tensors if not is_filler(t.name))},
+        "metadata": {
+            "total_size": sum(t.size for shard in shards for t in shard.tensors if not is_filler(t.name))
+        },
         "weight_map": {name: shard.path.split("/")[1] for name, shard in stored.items()},
     }
     try:
@@ -89,7 +119,9 @@ def _check_index(out: Path, folder: str, shards: list[Shard], report: Report) ->
 
 def check_small_files(out: Path, source: Source, report: Report) -> None:
     """The files beside the weights are the source's own."""
-    names = {name: name for name in source.auxiliary} | ({"README.md": "source/README.md"} if source.readme is not None else {})
+    names = {name: name for name in source.auxiliary} | (
+        {"README.md": "source/README.md"} if source.readme is not None else {}
+    )
     names |= {INDEX_NAME: f"source/{INDEX_NAME}"} if source.index_bytes is not None else {}
     for name, path in names.items():
         try:
@@ -102,12 +134,18 @@ def check_small_files(out: Path, source: Source, report: Report) -> None:
 
 
 def check_coverage(manifest: Manifest, kept: KeptSource, report: Report) -> None:
-    """Each source tensor is stored once or only checked, or lies outside the ranks and layers that were asked for."""
+    """Each source tensor is stored once or only checked, or lies outside the ranks and layers that were asked
+    for.
+    """
     covered: dict[str, int] = {}
     experts = range(kept.model.experts)
     for unit in manifest.units:
         for pattern in [source for origin in unit.tensors for source in origin.sources] + list(unit.checked):
-            for name in (pattern.replace("{expert}", str(e)) for e in experts) if "{expert}" in pattern else (pattern,):
+            for name in (
+                (pattern.replace("{expert}", str(e)) for e in experts)
+                if "{expert}" in pattern
+                else (pattern,)
+            ):
                 covered[name] = covered.get(name, 0) + 1
     for name, value in kept.digests.items():
         times = covered.pop(name, 0)
@@ -118,7 +156,9 @@ def check_coverage(manifest: Manifest, kept: KeptSource, report: Report) -> None
         elif times == 1 and value == ZEROS and manifest.complete:
             report.add(Finding("source/digests.bin", f"has no digest of {name}"))
     for name in covered:
-        report.add(Finding("manifest.json", f"a tensor is said to come from {name}, which the source does not have"))
+        report.add(
+            Finding("manifest.json", f"a tensor is said to come from {name}, which the source does not have")
+        )
     _check_units(manifest, report)
 
 
@@ -128,12 +168,20 @@ def _check_units(manifest: Manifest, report: Report) -> None:
     expected = {f"layer-{layer:03d}" for layer in manifest.layers} | ({"top"} if manifest.complete else set())
     if missing := expected - names:
         report.add(Finding("manifest.json", f"unit {min(missing)} is missing"))
-    per_unit = {name: sorted(shard.rank for shard in manifest.shards if shard.unit == name and shard.rank is not None) for name in names}
+    per_unit = {
+        name: sorted(shard.rank for shard in manifest.shards if shard.unit == name and shard.rank is not None)
+        for name in names
+    }
     if "common" in names and sum(shard.unit == "common" for shard in manifest.shards) != 1:
         report.add(Finding("manifest.json", "unit common has no shard, or more than one"))
     for name, ranks in per_unit.items():
         if name != "common" and ranks != sorted(manifest.ranks):
-            report.add(Finding("manifest.json", f"unit {name} has shards of the ranks {ranks}, not of {list(manifest.ranks)}"))
+            report.add(
+                Finding(
+                    "manifest.json",
+                    f"unit {name} has shards of the ranks {ranks}, not of {list(manifest.ranks)}",
+                )
+            )
     if manifest.complete and manifest.ranks != tuple(range(manifest.tp)):
         report.add(Finding("manifest.json", "says it is complete, but not all ranks are there"))
 
@@ -142,7 +190,9 @@ def check_shard(out: Path, manifest: Manifest, shard: Shard, experts: int, repor
     """Size, header, identity and places of one shard. True where its data may be read."""
     path = out / shard.path
     problems = list(_shard_problems(path, manifest, shard, experts))
-    report.add(*(Finding(shard.path, problem, _layer(manifest, shard), rank=shard.rank) for problem in problems))
+    report.add(
+        *(Finding(shard.path, problem, _layer(manifest, shard), rank=shard.rank) for problem in problems)
+    )
     report.count(files=1)
     return not problems
 
@@ -159,7 +209,10 @@ def _shard_problems(path: Path, manifest: Manifest, shard: Shard, experts: int) 
     expected = _identity(manifest, shard, experts)
     for key in sorted(expected.keys() | header.metadata.keys()):
         if header.metadata.get(key) != expected.get(key):
-            yield f"its header says {key} {header.metadata.get(key)}, in this place it must be {expected.get(key)}: was it moved or exchanged?"
+            yield (
+                f"its header says {key} {header.metadata.get(key)}, in this place it must be"
+                f" {expected.get(key)}: was it moved or exchanged?"
+            )
     if [(t.name, t.dtype, t.shape, t.offset, t.size) for t in header.tensors] != [
         (t.name, t.dtype, t.shape, t.offset, t.size) for t in shard.tensors
     ]:
@@ -177,7 +230,10 @@ def _shard_problems(path: Path, manifest: Manifest, shard: Shard, experts: int) 
 def _broken_promises(header: Header, shard: Shard) -> Iterator[str]:
     """What the format promises to small loaders."""
     if header.data_start % PAGE or header.size % PAGE:
-        yield f"data starts at {header.data_start} and the file ends at {header.size}; both must be multiples of {PAGE}"
+        yield (
+            f"data starts at {header.data_start} and the file ends at {header.size}; both must be multiples"
+            f" of {PAGE}"
+        )
     follows = {name: view.members[i - 1] for view in shard.fused for i, name in enumerate(view.members) if i}
     before = ""
     for tensor in header.tensors:
@@ -190,7 +246,12 @@ def _broken_promises(header: Header, shard: Shard) -> Iterator[str]:
         size = sum(member.size for member in members)
         end = members[-1].offset + members[-1].size if members else 0
         rows = sum(member.shape[0] for member in members)
-        if len(members) < 2 or view.offset != members[0].offset or end - view.offset != size or view.shape != (rows, *members[0].shape[1:]):
+        if (
+            len(members) < 2
+            or view.offset != members[0].offset
+            or end - view.offset != size
+            or view.shape != (rows, *members[0].shape[1:])
+        ):
             yield f"the fused view {view.name} is not what its members give"
 
 
@@ -201,11 +262,16 @@ def _identity(manifest: Manifest, shard: Shard, experts: int) -> dict[str, str]:
     local = experts // manifest.ep
     group = (shard.rank or 0) // (manifest.tp // manifest.ep)
     return {
-        "format": "marlin-convert", "format_version": "1", "layout": manifest.layout_id, "source": manifest.source_id, "tp": str(manifest.tp),
-        "ep": str(manifest.ep), "rank": "common" if shard.rank is None else str(shard.rank),
+        "format": "marlin-convert",
+        "format_version": "1",
+        "layout": manifest.layout_id,
+        "source": manifest.source_id,
+        "tp": str(manifest.tp),
+        "ep": str(manifest.ep),
+        "rank": "common" if shard.rank is None else str(shard.rank),
         "layer": shard.unit if unit.layer is None else str(unit.layer),
         "expert_range": f"{group * local}:{(group + 1) * local}" if routed else "0:0",
-    }  # fmt: skip
+    }
 
 
 def _layer(manifest: Manifest, shard: Shard) -> int | None:

@@ -21,7 +21,13 @@ from marlin_convert.checks.kept_source import ZEROS, KeptSource, read_kept_sourc
 from marlin_convert.checks.origins import expert_owner
 from marlin_convert.checks.plain import Stored, check_plain
 from marlin_convert.checks.report import SOURCE_DAMAGED, Finding, Report
-from marlin_convert.checks.structural import check_coverage, check_documents, check_listed_files, check_shard, check_small_files
+from marlin_convert.checks.structural import (
+    check_coverage,
+    check_documents,
+    check_listed_files,
+    check_shard,
+    check_small_files,
+)
 from marlin_convert.errors import OutputError, SourceError, UsageError
 from marlin_convert.files import digest, machine_errors
 from marlin_convert.layout.moe import LAYOUTS
@@ -34,11 +40,19 @@ Progress = Callable[[int, int], None]
 REMAKE = "to mend it make it again: convert with --overwrite"
 
 
-def verify(out: str | os.PathLike[str], source: str | None = None, *, threads: int | None = None, progress: Progress | None = None) -> Report:
-    """Check a converted folder: structure, every digest, and that the inverse layout gives the source, every nibble and every scale.
+def verify(
+    out: str | os.PathLike[str],
+    source: str | None = None,
+    *,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Check a converted folder: structure, every digest, and that the inverse layout gives the source, every
+    nibble and every scale.
 
-    Without `source` the digests kept in OUT stand for it; with it, the published files are read as well. Returns a Report; raises
-    OutputError where OUT cannot be checked at all, SourceError where `source` is not the one OUT was made from.
+    Without `source` the digests kept in OUT stand for it; with it, the published files are read as well.
+    Returns a Report; raises OutputError where OUT cannot be checked at all, SourceError where `source` is not
+    the one OUT was made from.
     """
     folder = Path(out)
     if not folder.is_dir():
@@ -54,7 +68,11 @@ def verify(out: str | os.PathLike[str], source: str | None = None, *, threads: i
         opened = None if source is None else _open_same(source, manifest)
         if opened is not None:
             check_small_files(folder, opened, report)
-        good = {shard.path for shard in manifest.shards if check_shard(folder, manifest, shard, kept.model.experts, report)}
+        good = {
+            shard.path
+            for shard in manifest.shards
+            if check_shard(folder, manifest, shard, kept.model.experts, report)
+        }
         good &= right
         _Data(folder, manifest, kept, opened, report, good).run(threads or os.cpu_count() or 1, progress)
     return report
@@ -62,7 +80,9 @@ def verify(out: str | os.PathLike[str], source: str | None = None, *, threads: i
 
 def _open_same(source: str, manifest: Manifest) -> Source:
     opened = open_source(source)
-    if (difference := identity_from_json(manifest.document["source"]).difference(identify(opened))) is not None:
+    if (
+        difference := identity_from_json(manifest.document["source"]).difference(identify(opened))
+    ) is not None:
         raise SourceError(f"{source} is not what this output was made from: {difference}")
     return opened
 
@@ -70,13 +90,30 @@ def _open_same(source: str, manifest: Manifest) -> Source:
 class _Data:
     """The pass over all tensor data."""
 
-    def __init__(self, out: Path, manifest: Manifest, kept: KeptSource, source: Source | None, report: Report, good: set[str]) -> None:
-        self._manifest, self._kept, self._source, self._report, self._good = manifest, kept, source, report, good
+    def __init__(
+        self,
+        out: Path,
+        manifest: Manifest,
+        kept: KeptSource,
+        source: Source | None,
+        report: Report,
+        good: set[str],
+    ) -> None:
+        self._manifest, self._kept, self._source, self._report, self._good = (
+            manifest,
+            kept,
+            source,
+            report,
+            good,
+        )
         self._reader = PieceReader(lambda path: out / path)
         self._piece_digests = sound_bytes(out, manifest, "digests.bin")
         self._source_digests_hold = bool(sound_bytes(out, manifest, "source/digests.bin"))
         if source is None and not self._source_digests_hold:
-            raise OutputError(f"{out}/source/digests.bin is damaged, so nothing can be proven from {out} alone: give --source; {REMAKE}")
+            raise OutputError(
+                f"{out}/source/digests.bin is damaged, so nothing can be proven from {out} alone: give"
+                f" --source; {REMAKE}"
+            )
         self._bytes_of = lru_cache(maxsize=16)(self._read_source)
         if manifest.layout_id not in LAYOUTS:
             raise OutputError(f"{out}: the layout {manifest.layout_id} is not one this program knows")
@@ -105,16 +142,35 @@ class _Data:
         for origin in unit.tensors:
             if origin.rule == "experts":
                 continue
-            held = [Stored(shard, tensor) for shard in shards for tensor in shard.tensors if tensor.name == origin.tensor]
+            held = [
+                Stored(shard, tensor)
+                for shard in shards
+                for tensor in shard.tensors
+                if tensor.name == origin.tensor
+            ]
             if len(held) != len(shards):
-                self._report.add(Finding("manifest.json", f"{origin.tensor} is not in all shards of {unit.name}", unit.layer))
+                self._report.add(
+                    Finding(
+                        "manifest.json", f"{origin.tensor} is not in all shards of {unit.name}", unit.layer
+                    )
+                )
                 continue
             yield partial(self._check_plain, origin, held, unit.layer)
 
     def _check_plain(self, origin: Origin, held: list[Stored], layer: int | None) -> None:
         name = origin.sources[0]
         rows = None if self._source is None else partial(self._rows, name)
-        check_plain(self._reader, origin, layer, held, self._manifest.tp, self._expected(name), rows, partial(self._hint, name), self._report)
+        check_plain(
+            self._reader,
+            origin,
+            layer,
+            held,
+            self._manifest.tp,
+            self._expected(name),
+            rows,
+            partial(self._hint, name),
+            self._report,
+        )
 
     def _expert_tasks(self, unit: UnitInfo, shards: list[Shard]) -> Iterator[Callable[[], None]]:
         stacked = [origin.tensor for origin in unit.tensors if origin.rule == "experts"]
@@ -122,8 +178,18 @@ class _Data:
             return
         manifest, experts = self._manifest, self._kept.model.experts
         layout = LAYOUTS[manifest.layout_id]
-        held = {(shard.rank, t.name): Stored(shard, t) for shard in shards for t in shard.tensors if t.name in stacked and shard.rank is not None}
-        shape = ExpertShape(self._kept.model.hidden, self._kept.model.moe_intermediate, manifest.group_size, manifest.tp // manifest.ep)
+        held = {
+            (shard.rank, t.name): Stored(shard, t)
+            for shard in shards
+            for t in shard.tensors
+            if t.name in stacked and shard.rank is not None
+        }
+        shape = ExpertShape(
+            self._kept.model.hidden,
+            self._kept.model.moe_intermediate,
+            manifest.group_size,
+            manifest.tp // manifest.ep,
+        )
         local, moe_tp = experts // manifest.ep, manifest.tp // manifest.ep
         expected = {t.name: (local, *t.shape) for t in layout.stacked(shape)}
         for (rank, name), item in held.items():
@@ -132,17 +198,35 @@ class _Data:
                 self._report.add(Finding(item.shard.path, what, unit.layer, rank=rank))
                 return
         check = ExpertCheck(
-            reader=self._reader, layout=layout, shape=shape, prefix=stacked[0].rpartition(".")[0], layer=unit.layer, held=held,
-            owners=lambda expert: expert_owner(expert, experts, manifest.tp, manifest.ep), first=lambda rank: rank // moe_tp * local,
-            piece_digest=lambda rank, name, i: self._piece(held[rank, name], i), expected=self._expected,
-            source_bytes=None if self._source is None else self._bytes_of, hint=self._hint, report=self._report,
-        )  # fmt: skip
+            reader=self._reader,
+            layout=layout,
+            shape=shape,
+            prefix=stacked[0].rpartition(".")[0],
+            layer=unit.layer,
+            held=held,
+            owners=lambda expert: expert_owner(expert, experts, manifest.tp, manifest.ep),
+            first=lambda rank: rank // moe_tp * local,
+            piece_digest=lambda rank, name, i: self._piece(held[rank, name], i),
+            expected=self._expected,
+            source_bytes=None if self._source is None else self._bytes_of,
+            hint=self._hint,
+            report=self._report,
+        )
         for (rank, name), item in held.items():
             at = item.tensor.experts or 0
-            if self._piece_digests and digest(self._piece_digests[at : at + 16 * local]).hex() != item.tensor.digest:
+            if (
+                self._piece_digests
+                and digest(self._piece_digests[at : at + 16 * local]).hex() != item.tensor.digest
+            ):
                 what = f"{name}: its digest is not that of its experts' digests in digests.bin"
                 self._report.add(Finding(item.shard.path, what, unit.layer, rank=rank))
-        owned = sorted({expert for rank in {rank for rank, _ in held} for expert in range(rank // moe_tp * local, (rank // moe_tp + 1) * local)})
+        owned = sorted(
+            {
+                expert
+                for rank in {rank for rank, _ in held}
+                for expert in range(rank // moe_tp * local, (rank // moe_tp + 1) * local)
+            }
+        )
         yield from (partial(check.check, expert) for expert in owned)
 
     def _piece(self, stored: Stored, i: int) -> bytes | None:
@@ -164,16 +248,31 @@ class _Data:
             if is_filler(tensor.name):
                 data = read_rows(self._reader, Stored(shard, tensor), 0, tensor.shape[0])
                 if data.any() or digest(np.ascontiguousarray(data)).hex() != tensor.digest:
-                    self._report.add(Finding(shard.path, f"the filler {tensor.name} is not all zeros", layer, rank=shard.rank))
+                    self._report.add(
+                        Finding(
+                            shard.path, f"the filler {tensor.name} is not all zeros", layer, rank=shard.rank
+                        )
+                    )
 
     def _expected(self, name: str) -> bytes | None:
-        """The digest a source tensor must have; None where nothing tells. With a source, the kept digest is checked against it on the way."""
+        """The digest a source tensor must have; None where nothing tells. With a source, the kept digest is
+        checked against it on the way.
+        """
         kept = self._kept.digests.get(name, ZEROS)
         if self._source is None:
             return None if kept == ZEROS else kept
-        value = digest(self._bytes_of(name)) if self._source.tensors[name].entry.size < 64 << 20 else self._stream(name)
+        value = (
+            digest(self._bytes_of(name))
+            if self._source.tensors[name].entry.size < 64 << 20
+            else self._stream(name)
+        )
         if kept not in (ZEROS, value):
-            self._report.add(Finding("source/digests.bin", f"the kept digest of {name} is not that in {self._source.tensors[name].file}"))
+            self._report.add(
+                Finding(
+                    "source/digests.bin",
+                    f"the kept digest of {name} is not that in {self._source.tensors[name].file}",
+                )
+            )
         return value
 
     def _stream(self, name: str) -> bytes:
@@ -194,7 +293,9 @@ class _Data:
     def _rows(self, name: str, begin: int, end: int) -> npt.NDArray[np.uint8]:
         entry = self._source_entry(name)
         row = entry.size // entry.shape[0]
-        return self._read_range(name, entry.offset + begin * row, (end - begin) * row).reshape(end - begin, row)
+        return self._read_range(name, entry.offset + begin * row, (end - begin) * row).reshape(
+            end - begin, row
+        )
 
     def _read_range(self, name: str, offset: int, size: int) -> npt.NDArray[np.uint8]:
         """Plain reads, tensor by tensor: on purpose not the way the conversion reads."""

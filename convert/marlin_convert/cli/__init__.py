@@ -43,8 +43,8 @@ class Verbs(click.Group):
 def cli() -> None:
     """Kimi-K2 INT4 checkpoints to per-GPU shards in the Marlin MoE layout, proven bit for bit.
 
-    Exit codes: 0 done; 1 something in OUT is wrong; 2 usage or conflicting options; 3 the source is not what it should be; 4 disk, network or machine
-    failed (run it again to continue); 130 and 143 interrupted.
+    Exit codes: 0 done; 1 something in OUT is wrong; 2 usage or conflicting options; 3 the source is not what
+    it should be; 4 disk, network or machine failed (run it again to continue); 130 and 143 interrupted.
     """
 
 
@@ -59,7 +59,9 @@ def main() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Run a command line; returns the exit code. Errors go to stderr, one line each; MARLIN_CONVERT_DEBUG=1 adds the traceback."""
+    """Run a command line; returns the exit code. Errors go to stderr, one line each; MARLIN_CONVERT_DEBUG=1
+    adds the traceback.
+    """
     try:
         code = cli.main(arguments, prog_name="marlin-convert", standalone_mode=False)
         return code if isinstance(code, int) else 0
@@ -82,7 +84,10 @@ def run(arguments: list[str]) -> int:
     except ModuleNotFoundError as error:
         if error.name not in EXTRAS:
             raise
-        click.echo(f"error: this needs {error.name}: pip install '.[{EXTRAS[error.name]}]' in the project's folder", err=True)
+        click.echo(
+            f"error: this needs {error.name}: pip install '.[{EXTRAS[error.name]}]' in the project's folder",
+            err=True,
+        )
         return 2
     except OSError as error:
         _show(error)
@@ -90,7 +95,11 @@ def run(arguments: list[str]) -> int:
         return 4
     except Exception as error:
         _show(error)
-        click.echo(f"internal error: {type(error).__name__}: {error}; set MARLIN_CONVERT_DEBUG=1 and report what it prints", err=True)
+        click.echo(
+            f"internal error: {type(error).__name__}: {error}; set MARLIN_CONVERT_DEBUG=1 and report what it"
+            " prints",
+            err=True,
+        )
         return 4
 
 

@@ -12,19 +12,48 @@ from marlin_convert.cli.options import json_option
 
 
 @click.command("convert")
-@click.option("--dir", "folder", type=click.Path(exists=True, file_okay=False, path_type=Path), default=".", help="Where: on the disk to measure.")
-@click.option("--source", type=click.Path(exists=True, file_okay=False, path_type=Path), help="A checkpoint to use instead of making one.")
-@click.option("--layers", type=click.IntRange(1), default=1, show_default=True, help="MoE layers of full K2.6 width to make.")
-@click.option("--experts", type=click.IntRange(8), default=96, show_default=True, help="Experts of each (384 in K2.6; 25 MB each).")
+@click.option(
+    "--dir",
+    "folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    default=".",
+    help="Where: on the disk to measure.",
+)
+@click.option(
+    "--source",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="A checkpoint to use instead of making one.",
+)
+@click.option(
+    "--layers",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="MoE layers of full K2.6 width to make.",
+)
+@click.option(
+    "--experts",
+    type=click.IntRange(8),
+    default=96,
+    show_default=True,
+    help="Experts of each (384 in K2.6; 25 MB each).",
+)
 @click.option("--rounds", type=click.IntRange(1), default=9, show_default=True)
 @click.option("--tp", type=click.IntRange(1), default=8, show_default=True)
 @click.option("--ep", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--threads", type=click.IntRange(1), help="Passed on to convert.")
 @click.option("--memory", help="Passed on to convert.")
-@click.option("--variants", default="none,exact", show_default=True, help="Of none, exact, 'none, ordinary I/O', 'exact, ordinary I/O'; or all.")
+@click.option(
+    "--variants",
+    default="none,exact",
+    show_default=True,
+    help="Of none, exact, 'none, ordinary I/O', 'exact, ordinary I/O'; or all.",
+)
 @json_option
 def command(folder: Path, variants: str, as_json: bool, **settings: Any) -> None:
-    """Conversion against `cp` of the same bytes on the same disk, both cold and with fsync, rounds interleaved."""
+    """Conversion against `cp` of the same bytes on the same disk, both cold and with fsync, rounds
+    interleaved.
+    """
     from marlin_convert.bench.conversion import VARIANTS, bench_conversion
 
     names = [variant.name for variant in VARIANTS]
@@ -39,15 +68,23 @@ def command(folder: Path, variants: str, as_json: bool, **settings: Any) -> None
     output.result(f"{report['bytes'] / 1e9:.2f} GB, {settings['rounds']} rounds, medians")
     rows = [
         (
-            entry["name"], f"{entry['median']:.2f}", f"{entry['least']:.2f}-{entry['most']:.2f}", f"{entry['gb_per_s']:.2f}",
-            f"{entry['ratio_to_cp']:.2f}", f"{entry['peak_anonymous'] / 2**30:.2f}" if "peak_anonymous" in entry else "-",
+            entry["name"],
+            f"{entry['median']:.2f}",
+            f"{entry['least']:.2f}-{entry['most']:.2f}",
+            f"{entry['gb_per_s']:.2f}",
+            f"{entry['ratio_to_cp']:.2f}",
+            f"{entry['peak_anonymous'] / 2**30:.2f}" if "peak_anonymous" in entry else "-",
         )
         for entry in report["variants"]
-    ]  # fmt: skip
+    ]
     output.table(("variant", "seconds", "spread", "GB/s", "of cp", "peak GiB"), rows)
     for entry in report["variants"]:
         if "stages" in entry:
-            stages = (f"{stage} {work['seconds']:.1f} s ({_rate(work)})" for stage, work in entry["stages"].items() if work["bytes"])
+            stages = (
+                f"{stage} {work['seconds']:.1f} s ({_rate(work)})"
+                for stage, work in entry["stages"].items()
+                if work["bytes"]
+            )
             output.result(f"{entry['name']}: summed over threads: " + ", ".join(stages))
 
 

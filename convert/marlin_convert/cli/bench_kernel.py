@@ -10,31 +10,83 @@ import click
 from marlin_convert.cli import output
 from marlin_convert.cli.options import Numbers, json_option
 
-HEADER = ("tokens", "routing", "atomic", "experts hit", "MB", "floor ms", "w13 ms", "w2 ms", "of bandwidth", "fused ms", "with align ms", "tokens/s")
+HEADER = (
+    "tokens",
+    "routing",
+    "atomic",
+    "experts hit",
+    "MB",
+    "floor ms",
+    "w13 ms",
+    "w2 ms",
+    "of bandwidth",
+    "fused ms",
+    "with align ms",
+    "tokens/s",
+)
 
 
 @click.command("kernel")
 @click.argument("out", type=click.Path(exists=True, file_okay=False))
 @click.option("--layer", type=click.IntRange(0), required=True, help="A layer with routed experts.")
 @click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="Whose shard.")
-@click.option("--tokens", type=Numbers(), default="1,9,90,330", show_default=True, help="One; a draft of 8 and one; ten streams of 9; ten of 33.")
-@click.option("--rounds", type=click.IntRange(1), default=30, show_default=True, help="Replays of which the median is taken.")
-@click.option("--device", default="cuda", show_default=True, help="cpu runs a model of the kernel: times mean nothing.")
+@click.option(
+    "--tokens",
+    type=Numbers(),
+    default="1,9,90,330",
+    show_default=True,
+    help="One; a draft of 8 and one; ten streams of 9; ten of 33.",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(1),
+    default=30,
+    show_default=True,
+    help="Replays of which the median is taken.",
+)
+@click.option(
+    "--device", default="cuda", show_default=True, help="cpu runs a model of the kernel: times mean nothing."
+)
 @click.option("--provider", help="Where to take the kernel from; `marlin-convert doctor` lists what loads.")
-@click.option("--plot", "plot_to", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw it (.png, .svg; needs matplotlib).")
+@click.option(
+    "--plot",
+    "plot_to",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Draw it (.png, .svg; needs matplotlib).",
+)
 @json_option
 def command(
-    out: str, layer: int, rank: int, tokens: tuple[int, ...], rounds: int, device: str, provider: str | None, plot_to: Path | None, as_json: bool
+    out: str,
+    layer: int,
+    rank: int,
+    tokens: tuple[int, ...],
+    rounds: int,
+    device: str,
+    provider: str | None,
+    plot_to: Path | None,
+    as_json: bool,
 ) -> None:
-    """Time the Marlin MoE kernel on a converted layer of one rank: w13, w2 and the fused MoE against the bandwidth floor.
+    """Time the Marlin MoE kernel on a converted layer of one rank: w13, w2 and the fused MoE against the
+    bandwidth floor.
 
-    Each time is the median of CUDA-graph replays; successive calls hit other experts, so weights come from memory, not from the L2 cache.
+    Each time is the median of CUDA-graph replays; successive calls hit other experts, so weights come from
+    memory, not from the L2 cache.
     """
     if 0 in tokens:
         raise click.UsageError("--tokens: a call has at least one token")
     from marlin_convert.bench.kernel import bench_kernel, plot
 
-    report = bench_kernel(out, layer=layer, rank=rank, tokens=tokens, rounds=rounds, device=device, provider=provider, say=output.message)
+    report = bench_kernel(
+        out,
+        layer=layer,
+        rank=rank,
+        tokens=tokens,
+        rounds=rounds,
+        device=device,
+        provider=provider,
+        say=output.message,
+    )
     if plot_to is not None:
         plot(report, str(plot_to))
     if as_json:
@@ -47,10 +99,10 @@ def show(report: dict[str, Any]) -> None:
     """Print the table of a report."""
     environment = report["environment"]
     output.result(
-        f"layer {report['layer']}, rank {report['rank']}, tp {report['tp']}, ep {report['ep']}: "
-        f"{report['local_experts']} of {report['experts']} experts, hidden {report['hidden']}, I {report['intermediate']}; "
-        f"{environment['provider']} on {environment['gpu'] or 'a CPU'}; "
-        f"memory bandwidth {report['memory_bandwidth'] / 1e12:.3f} TB/s"
+        f"layer {report['layer']}, rank {report['rank']}, tp {report['tp']}, ep {report['ep']}:"
+        f" {report['local_experts']} of {report['experts']} experts, hidden {report['hidden']}, I"
+        f" {report['intermediate']}; {environment['provider']} on {environment['gpu'] or 'a CPU'}; memory"
+        f" bandwidth {report['memory_bandwidth'] / 1e12:.3f} TB/s"
     )
     output.table(HEADER, [_cells(row) for row in report["rows"]])
     for note in report["notes"]:
@@ -59,7 +111,16 @@ def show(report: dict[str, Any]) -> None:
 
 def _cells(row: dict[str, Any]) -> tuple[object, ...]:
     return (
-        row["tokens"], row["routing"], "on" if row["use_atomic_add"] else "off", f"{row['experts_hit']:.1f}", f"{row['bytes'] / 1e6:.1f}",
-        f"{row['floor_ms']:.3f}", f"{row['w13_ms']:.3f}", f"{row['w2_ms']:.3f}", f"{row['bandwidth_share']:.0%}", f"{row['fused_ms']:.3f}",
-        f"{row['whole_ms']:.3f}", f"{row['tokens_per_second']:,.0f}",
-    )  # fmt: skip
+        row["tokens"],
+        row["routing"],
+        "on" if row["use_atomic_add"] else "off",
+        f"{row['experts_hit']:.1f}",
+        f"{row['bytes'] / 1e6:.1f}",
+        f"{row['floor_ms']:.3f}",
+        f"{row['w13_ms']:.3f}",
+        f"{row['w2_ms']:.3f}",
+        f"{row['bandwidth_share']:.0%}",
+        f"{row['fused_ms']:.3f}",
+        f"{row['whole_ms']:.3f}",
+        f"{row['tokens_per_second']:,.0f}",
+    )

@@ -15,52 +15,116 @@ from marlin_convert.cli.options import Size, gigabytes, hub_options, json_option
 @click.argument("out")
 @parallel_options
 @click.option("--threads", type=click.IntRange(1), help="Worker threads [default: cores + 1].")
-@click.option("--memory", type=Size(), help="Memory for buffers, such as 2GiB [default: 1.5 GiB, or 128 MiB a thread where that is more].")
 @click.option(
-    "--verify", type=click.Choice(["exact", "kernel", "none"]), default="exact", show_default=True,
+    "--memory",
+    type=Size(),
+    help="Memory for buffers, such as 2GiB [default: 1.5 GiB, or 128 MiB a thread where that is more].",
+)
+@click.option(
+    "--verify",
+    type=click.Choice(["exact", "kernel", "none"]),
+    default="exact",
+    show_default=True,
     help="exact: prove each buffer before it is written; kernel: also run the kernel on each layer (GPU).",
-)  # fmt: skip
-@click.option("--direct/--no-direct", default=True, show_default=True, help="Read and write past the page cache where the file system can.")
+)
+@click.option(
+    "--direct/--no-direct",
+    default=True,
+    show_default=True,
+    help="Read and write past the page cache where the file system can.",
+)
 @hub_options
 @click.option("--local-dir", help="Keep a repository's files in this folder, not in the hub cache.")
-@click.option("--free-source", is_flag=True, help="Stage a repository's files in OUT and remove each once all that needs it is written.")
+@click.option(
+    "--free-source",
+    is_flag=True,
+    help="Stage a repository's files in OUT and remove each once all that needs it is written.",
+)
 @click.option("--max-workers", type=click.IntRange(1), help="Files fetched at a time [default: 2].")
 @click.option("--overwrite", is_flag=True, help="Start again where OUT holds another conversion.")
 @json_option
 def command(
-    source: str, out: str, tp: int, ep: int, layers: tuple[int, ...] | None, ranks: tuple[int, ...] | None, threads: int | None, memory: int | None,
-    verify: str, direct: bool, revision: str | None, token: str | None, cache_dir: str | None, local_dir: str | None, free_source: bool,
-    max_workers: int | None, overwrite: bool, as_json: bool,
-) -> None:  # fmt: skip
+    source: str,
+    out: str,
+    tp: int,
+    ep: int,
+    layers: tuple[int, ...] | None,
+    ranks: tuple[int, ...] | None,
+    threads: int | None,
+    memory: int | None,
+    verify: str,
+    direct: bool,
+    revision: str | None,
+    token: str | None,
+    cache_dir: str | None,
+    local_dir: str | None,
+    free_source: bool,
+    max_workers: int | None,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
     """Convert the checkpoint SOURCE, a folder or a hub repository org/name, to shards for TP ranks in OUT.
 
-    Run it again after any failure or interruption: it continues where it was. Files of a repository come while earlier ones are converted, and are
-    compared with what the hub publishes.
+    Run it again after any failure or interruption: it continues where it was. Files of a repository come
+    while earlier ones are converted, and are compared with what the hub publishes.
     """
     from marlin_convert.checkpoint.hub_files import HubOptions
     from marlin_convert.pipeline.convert import convert
 
     begin = time.monotonic()
     hub = HubOptions(revision, token, cache_dir, local_dir, free_source, max_workers)
-    with output.progress_bar("downloading", hub=True) as fetch_progress, output.progress_bar("converting") as progress:
+    with (
+        output.progress_bar("downloading", hub=True) as fetch_progress,
+        output.progress_bar("converting") as progress,
+    ):
         report = convert(
-            source, out, tp=tp, ep=ep, layers=layers, ranks=ranks, threads=threads, memory=memory, verify=verify, overwrite=overwrite,
-            direct_io=direct, progress=progress, hub=hub, fetch_progress=fetch_progress,
-        )  # fmt: skip
+            source,
+            out,
+            tp=tp,
+            ep=ep,
+            layers=layers,
+            ranks=ranks,
+            threads=threads,
+            memory=memory,
+            verify=verify,
+            overwrite=overwrite,
+            direct_io=direct,
+            progress=progress,
+            hub=hub,
+            fetch_progress=fetch_progress,
+        )
     seconds = time.monotonic() - begin
     if as_json:
-        stages = {stage: {"seconds": report.stages.seconds[stage], "bytes": report.stages.bytes[stage]} for stage in report.stages.seconds}
-        output.document({
-            "out": str(report.out), "units_made": report.made, "units_found": report.found, "output_bytes": report.output_bytes,
-            "seconds": seconds, "stages": stages,
-        })  # fmt: skip
+        stages = {
+            stage: {"seconds": report.stages.seconds[stage], "bytes": report.stages.bytes[stage]}
+            for stage in report.stages.seconds
+        }
+        output.document(
+            {
+                "out": str(report.out),
+                "units_made": report.made,
+                "units_found": report.found,
+                "output_bytes": report.output_bytes,
+                "seconds": seconds,
+                "stages": stages,
+            }
+        )
         return
     if report.made == 0:
         output.result(f"{out} is finished already: {report.found} units, {gigabytes(report.output_bytes)}")
         return
-    found = f" ({report.found} of {report.made + report.found} were there and were not read again)" if report.found else ""
+    found = (
+        f" ({report.found} of {report.made + report.found} were there and were not read again)"
+        if report.found
+        else ""
+    )
     proof = {
-        "none": "not proven: run verify", "exact": "each proven exact before it was written", "kernel": "each proven exact, and by the kernel",
-    }[verify]  # fmt: skip
-    output.result(f"{out}: {report.made} units made{found}, {gigabytes(report.output_bytes)} in {seconds:.1f} s, {proof}")
+        "none": "not proven: run verify",
+        "exact": "each proven exact before it was written",
+        "kernel": "each proven exact, and by the kernel",
+    }[verify]
+    output.result(
+        f"{out}: {report.made} units made{found}, {gigabytes(report.output_bytes)} in {seconds:.1f} s,"
+        f" {proof}"
+    )
     output.result(f"check what is on the disk:  marlin-convert verify {out}")

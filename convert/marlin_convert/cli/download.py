@@ -14,20 +14,32 @@ from marlin_convert.cli.options import gigabytes, json_option
 @click.option("--revision", help="Branch, tag or commit [default: main].")
 @click.option("--include", multiple=True, help="Only files that match this pattern; may be given again.")
 @click.option("--exclude", multiple=True, help="Not the files that match this pattern; may be given again.")
-@click.option("--token", help="Token for private and gated repositories [default: HF_TOKEN, or who is logged in].")
+@click.option(
+    "--token", help="Token for private and gated repositories [default: HF_TOKEN, or who is logged in]."
+)
 @click.option("--cache-dir", help="The hub cache to use [default: that of HF_HOME].")
 @click.option("--local-dir", help="The same as DIR.")
 @click.option("--max-workers", type=click.IntRange(1), help="Files at a time [default: 8].")
 @json_option
 @click.pass_context
 def command(
-    ctx: click.Context, repo: str, folder: str | None, revision: str | None, include: tuple[str, ...], exclude: tuple[str, ...], token: str | None,
-    cache_dir: str | None, local_dir: str | None, max_workers: int | None, as_json: bool,
-) -> None:  # fmt: skip
+    ctx: click.Context,
+    repo: str,
+    folder: str | None,
+    revision: str | None,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    token: str | None,
+    cache_dir: str | None,
+    local_dir: str | None,
+    max_workers: int | None,
+    as_json: bool,
+) -> None:
     """Fetch what a conversion needs of REPO, a hub repository org/name, into DIR or the hub cache.
 
-    Size and digest of every file are compared with what the hub publishes; files that are there already are compared, too. Run it again after any
-    failure: it continues. The commit that the revision stood for is printed; give it as --revision to get the same again.
+    Size and digest of every file are compared with what the hub publishes; files that are there already are
+    compared, too. Run it again after any failure: it continues. The commit that the revision stood for is
+    printed; give it as --revision to get the same again.
     """
     if folder and local_dir and folder != local_dir:
         raise click.UsageError(f"two folders were given, {folder} and {local_dir}; give one", ctx)
@@ -41,5 +53,8 @@ def command(
         output.document(done.as_json())
         return
     size = sum(done.files.values())
-    output.result(f"{done.folder}: {len(done.files)} files of {repo} at commit {done.commit}, {gigabytes(size)}, each as the hub publishes it")
+    output.result(
+        f"{done.folder}: {len(done.files)} files of {repo} at commit {done.commit}, {gigabytes(size)}, each"
+        " as the hub publishes it"
+    )
     output.result(f"next:  marlin-convert convert {done.folder} OUT --tp 8")

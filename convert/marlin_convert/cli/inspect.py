@@ -13,8 +13,16 @@ from marlin_convert.cli.options import gigabytes, json_option
 
 @click.command("inspect")
 @click.argument("path", type=click.Path(exists=True, path_type=Path))
-@click.option("--tensor", help="Show one tensor: values, and for packed experts the histogram of their 16 codes.")
-@click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="Whose tensor, where PATH is a converted folder.")
+@click.option(
+    "--tensor", help="Show one tensor: values, and for packed experts the histogram of their 16 codes."
+)
+@click.option(
+    "--rank",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Whose tensor, where PATH is a converted folder.",
+)
 @json_option
 def command(path: Path, tensor: str | None, rank: int, as_json: bool) -> None:
     """Show what is in a converted folder or in one .safetensors file."""
@@ -36,7 +44,10 @@ def _print(found: dict[str, Any]) -> None:
     for key, value in found.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
             output.result(f"{key}:")
-            output.table(["  " + str(k) for k in value[0]], [["  " + str(v) if i == 0 else v for i, v in enumerate(row.values())] for row in value])
+            output.table(
+                ["  " + str(k) for k in value[0]],
+                [["  " + str(v) if i == 0 else v for i, v in enumerate(row.values())] for row in value],
+            )
         elif isinstance(value, dict):
             output.result(f"{key}: " + ", ".join(f"{k} {v}" for k, v in value.items()))
         elif key.endswith("bytes") and isinstance(value, int):

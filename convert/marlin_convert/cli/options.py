@@ -12,10 +12,21 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 #: no checkpoint has more layers, ranks or experts, and no benchmark more tokens
 LARGEST = 1_000_000
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 1 << 10,
+    "mi": 1 << 20,
+    "gi": 1 << 30,
+    "ti": 1 << 40,
+}
 
 
-# click 8.5 has these types generic; whether the oldest that pyproject allows has, was not tried, so no argument is given
+# click 8.5 has these types generic; whether the oldest that pyproject allows has, was not tried, so no
+# argument is given
 class Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     """`1500M`, `2GiB` or plain bytes."""
 
@@ -37,12 +48,18 @@ class Numbers(click.ParamType):  # type: ignore[type-arg, unused-ignore]
 
     name = "numbers"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
         """The numbers, in order."""
         if isinstance(value, tuple):
             return value
         if ":" in str(value):
-            self.fail(f"{value!r}: write {str(value).replace(':', '-')} for a range with both ends included", param, ctx)
+            self.fail(
+                f"{value!r}: write {str(value).replace(':', '-')} for a range with both ends included",
+                param,
+                ctx,
+            )
         numbers: set[int] = set()
         for part in str(value).split(","):
             match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
@@ -58,9 +75,19 @@ def parallel_options(function: F) -> F:
     """--tp --ep --layers --ranks."""
     for option in reversed(
         (
-            click.option("--tp", type=click.IntRange(1), required=True, help="Number of ranks (GPUs) in all."),
-            click.option("--ep", type=click.IntRange(1), default=1, show_default=True, help="Groups the routed experts are split over; divides tp."),
-            click.option("--layers", type=Numbers(), help="Only these layers, such as 0,3-5 (without top and common)."),
+            click.option(
+                "--tp", type=click.IntRange(1), required=True, help="Number of ranks (GPUs) in all."
+            ),
+            click.option(
+                "--ep",
+                type=click.IntRange(1),
+                default=1,
+                show_default=True,
+                help="Groups the routed experts are split over; divides tp.",
+            ),
+            click.option(
+                "--layers", type=Numbers(), help="Only these layers, such as 0,3-5 (without top and common)."
+            ),
             click.option("--ranks", type=Numbers(), help="Only these ranks."),
         )
     ):
@@ -73,7 +100,10 @@ def hub_options(function: F) -> F:
     for option in reversed(
         (
             click.option("--revision", help="Of a repository: branch, tag or commit [default: main]."),
-            click.option("--token", help="Token for private and gated repositories [default: HF_TOKEN, or who is logged in]."),
+            click.option(
+                "--token",
+                help="Token for private and gated repositories [default: HF_TOKEN, or who is logged in].",
+            ),
             click.option("--cache-dir", help="The hub cache to use [default: that of HF_HOME]."),
         )
     ):

@@ -32,13 +32,17 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     widths = [max(len(row[i]) for row in [list(header), *cells]) for i in range(len(header))]
     right = [bool(rows) and all(isinstance(row[i], (int, float)) for row in rows) for i in range(len(header))]
     for row in [list(header), *cells]:
-        line = "  ".join(cell.rjust(width) if to_right else cell.ljust(width) for cell, width, to_right in zip(row, widths, right, strict=True))
+        line = "  ".join(
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(row, widths, right, strict=True)
+        )
         click.echo(line.rstrip())
 
 
 @contextmanager
 def progress_bar(what: str, unit: str = "B", hub: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """One bar on stderr, off where that is no terminal; yields `progress(done, total)`, with whose first call it appears.
+    """One bar on stderr, off where that is no terminal; yields `progress(done, total)`, with whose first call
+    it appears.
 
     A bar for the hub is off with HF_HUB_DISABLE_PROGRESS_BARS, too.
     """
@@ -50,7 +54,9 @@ def progress_bar(what: str, unit: str = "B", hub: bool = False) -> Iterator[Call
         nonlocal bar
         if bar is None:
             off = not sys.stderr.isatty() or (hub and _hub_bars_off())
-            bar = tqdm(desc=what, unit=unit, unit_scale=unit == "B", disable=off, file=sys.stderr, dynamic_ncols=True)
+            bar = tqdm(
+                desc=what, unit=unit, unit_scale=unit == "B", disable=off, file=sys.stderr, dynamic_ncols=True
+            )
         if bar.total != total:
             bar.total = total
         bar.update(done - bar.n)

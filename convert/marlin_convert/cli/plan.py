@@ -16,19 +16,30 @@ from marlin_convert.cli.options import gigabytes, hub_options, json_option, para
 @click.option("--all", "every", is_flag=True, help="List the tensors of common/ too.")
 @json_option
 def command(
-    source: str, out: str | None, tp: int, ep: int, layers: tuple[int, ...] | None, ranks: tuple[int, ...] | None, revision: str | None,
-    token: str | None, cache_dir: str | None, every: bool, as_json: bool,
-) -> None:  # fmt: skip
+    source: str,
+    out: str | None,
+    tp: int,
+    ep: int,
+    layers: tuple[int, ...] | None,
+    ranks: tuple[int, ...] | None,
+    revision: str | None,
+    token: str | None,
+    cache_dir: str | None,
+    every: bool,
+    as_json: bool,
+) -> None:
     """Show what `convert` would write, from headers alone.
 
-    SOURCE is the folder of a published checkpoint, or a hub repository org/name, of which only headers are fetched; with OUT the free space there is
-    shown too. Nothing is written.
+    SOURCE is the folder of a published checkpoint, or a hub repository org/name, of which only headers are
+    fetched; with OUT the free space there is shown too. Nothing is written.
     """
     from marlin_convert.checkpoint.hub_files import HubOptions
     from marlin_convert.planning.report import plan, rule_of
     from marlin_convert.shards.format import is_filler
 
-    report = plan(source, out, tp=tp, ep=ep, layers=layers, ranks=ranks, hub=HubOptions(revision, token, cache_dir))
+    report = plan(
+        source, out, tp=tp, ep=ep, layers=layers, ranks=ranks, hub=HubOptions(revision, token, cache_dir)
+    )
     if as_json:
         output.document(report.as_json())
         return
@@ -36,34 +47,59 @@ def command(
     for group in report.groups():
         first, last = group[0], group[-1]
         name = first.name if first is last else f"{first.name} .. {last.name} ({len(group)} units)"
-        output.result(f"{name}: {len(first.ranks)} files of {first.file_size:,} bytes each, such as {made.path(first, first.ranks[0])}")
+        output.result(
+            f"{name}: {len(first.ranks)} files of {first.file_size:,} bytes each, such as"
+            f" {made.path(first, first.ranks[0])}"
+        )
         if first.name == "common" and not every:
             tensors = sum(not is_filler(p.spec.name) for p in first.files.tensors)
             output.result(f"  {tensors} tensors that every rank may use, each whole; --all lists them\n")
             continue
         rows = [
-            (p.spec.name, rule_of(first, p.spec.name), p.spec.dtype, "x".join(map(str, p.spec.shape)), first.data_start + p.offset, p.spec.size)
+            (
+                p.spec.name,
+                rule_of(first, p.spec.name),
+                p.spec.dtype,
+                "x".join(map(str, p.spec.shape)),
+                first.data_start + p.offset,
+                p.spec.size,
+            )
             for p in first.files.tensors
         ]
-        output.table(("  tensor", "rule", "dtype", "shape", "offset", "bytes"), [("  " + row[0], *row[1:]) for row in rows])
+        output.table(
+            ("  tensor", "rule", "dtype", "shape", "offset", "bytes"),
+            [("  " + row[0], *row[1:]) for row in rows],
+        )
         output.result("")
     padded = made.layout.padded(made.shape)
     if padded != made.shape.local:
         output.result(f"padding: the experts' slice of {made.shape.local} is padded to {padded} with zeros")
-    output.result(f"copied: {', '.join(report.source.auxiliary) or 'nothing'}; left out: {', '.join(report.source.left_out) or 'nothing'}")
+    output.result(
+        f"copied: {', '.join(report.source.auxiliary) or 'nothing'}; left out:"
+        f" {', '.join(report.source.left_out) or 'nothing'}"
+    )
     for note in report.notes:
         output.message(f"note: {note}")
-    source_size = f"{len(report.source.tensors):,} tensors, {report.source.payload_bytes:,} bytes in {len(report.source.headers)} files"
+    source_size = (
+        f"{len(report.source.tensors):,} tensors, {report.source.payload_bytes:,} bytes in"
+        f" {len(report.source.headers)} files"
+    )
     output.result(f"source: {source_size}")
     if report.source.store.origin is not None:
         output.result("from: {} at commit {}".format(*report.source.store.origin))
     if (fetched := report.fetched()) is not None:
         output.result(
-            f"to fetch: {fetched[0]:,} bytes ({gigabytes(fetched[0])}), kept beside the output; with --free-source at most {fetched[1]:,} bytes "
-            f"({gigabytes(fetched[1])}) at a time"
+            f"to fetch: {fetched[0]:,} bytes ({gigabytes(fetched[0])}), kept beside the output; with"
+            f" --free-source at most {fetched[1]:,} bytes ({gigabytes(fetched[1])}) at a time"
         )
-    output.result(f"each rank loads {made.rank_bytes():,} bytes ({gigabytes(made.rank_bytes())} of GPU memory for weights)")
+    output.result(
+        f"each rank loads {made.rank_bytes():,} bytes ({gigabytes(made.rank_bytes())} of GPU memory for"
+        " weights)"
+    )
     if report.free is not None and report.free < made.total_bytes:
         output.message(f"note: it does not fit: {gigabytes(made.total_bytes - report.free)} are missing")
     free = "" if report.free is None else f"; {gigabytes(report.free)} are free there"
-    output.result(f"output: {made.total_bytes:,} bytes ({gigabytes(made.total_bytes)}) in {sum(len(u.ranks) for u in made.units)} shard files{free}")
+    output.result(
+        f"output: {made.total_bytes:,} bytes ({gigabytes(made.total_bytes)}) in"
+        f" {sum(len(u.ranks) for u in made.units)} shard files{free}"
+    )

@@ -27,35 +27,82 @@ KEPT = ("manifest.json", "digests.bin", "source/digests.bin", "source/config.jso
 @click.command("verify")
 @click.argument("out")
 @click.argument("too_many", nargs=-1, metavar="")
-@click.option("--source", help="The published checkpoint: compare with it, not only with what OUT keeps of it.")
+@click.option(
+    "--source", help="The published checkpoint: compare with it, not only with what OUT keeps of it."
+)
 @click.option("--threads", type=click.IntRange(1), help="Worker threads [default: cores].")
-@click.option("--kernel", is_flag=True, help="Run the Marlin MoE kernel on the shards instead; needs torch, and a GPU unless --device cpu.")
+@click.option(
+    "--kernel",
+    is_flag=True,
+    help="Run the Marlin MoE kernel on the shards instead; needs torch, and a GPU unless --device cpu.",
+)
 @click.option("--layers", type=Numbers(), help="With --kernel: only these layers.")
 @click.option("--ranks", type=Numbers(), help="With --kernel: only these ranks.")
 @click.option("--experts", type=Numbers(), help="With --kernel: only these experts.")
-@click.option("--sample", type=click.IntRange(1), help="With --kernel: only this many experts, spread evenly.")
-@click.option("--tokens", type=Numbers(), default="1,9,90,330", show_default=True, help="With --kernel: token counts of the fused MoE; 0 for none.")
-@click.option("--device", default="cuda", show_default=True, help="With --kernel: cpu runs a slow model of the kernel instead.")
-@click.option("--provider", help="With --kernel: where to take the kernel from; `marlin-convert doctor` lists what loads.")
-@click.option("--report", type=click.Path(path_type=Path), metavar="DIR", help="Write the full report as JSON into this folder.")
+@click.option(
+    "--sample", type=click.IntRange(1), help="With --kernel: only this many experts, spread evenly."
+)
+@click.option(
+    "--tokens",
+    type=Numbers(),
+    default="1,9,90,330",
+    show_default=True,
+    help="With --kernel: token counts of the fused MoE; 0 for none.",
+)
+@click.option(
+    "--device",
+    default="cuda",
+    show_default=True,
+    help="With --kernel: cpu runs a slow model of the kernel instead.",
+)
+@click.option(
+    "--provider",
+    help="With --kernel: where to take the kernel from; `marlin-convert doctor` lists what loads.",
+)
+@click.option(
+    "--report",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Write the full report as JSON into this folder.",
+)
 @json_option
 @click.pass_context
 def command(
-    ctx: click.Context, /, out: str, too_many: tuple[str, ...], source: str | None, threads: int | None, kernel: bool, as_json: bool,
-    report: Path | None, **scope: Any,
-) -> None:  # fmt: skip
-    """Check a converted folder: structure, all digests, and that the inverse layout gives the source, every nibble and every scale.
+    ctx: click.Context,
+    /,
+    out: str,
+    too_many: tuple[str, ...],
+    source: str | None,
+    threads: int | None,
+    kernel: bool,
+    as_json: bool,
+    report: Path | None,
+    **scope: Any,
+) -> None:
+    """Check a converted folder: structure, all digests, and that the inverse layout gives the source, every
+    nibble and every scale.
 
-    With --kernel, run the real kernel on the shards against the dequantized originals: it reads back every weight.
-    Exit code 1 where anything is wrong; each line names layer, expert, projection and rank as far as they apply.
+    With --kernel, run the real kernel on the shards against the dequantized originals: it reads back every
+    weight. Exit code 1 where anything is wrong; each line names layer, expert, projection and rank as far as
+    they apply.
     """
     if too_many:
-        raise click.UsageError(f"verify takes one folder, the output; give the checkpoint as an option: verify {too_many[0]} --source {out}", ctx)
-    given = [name for name in scope if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE]
+        raise click.UsageError(
+            f"verify takes one folder, the output; give the checkpoint as an option: verify {too_many[0]}"
+            f" --source {out}",
+            ctx,
+        )
+    given = [
+        name for name in scope if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+    ]
     if given and not kernel:
         raise click.UsageError(f"--{given[0]} goes with --kernel; without it everything is checked", ctx)
     _prepare(report)
-    ok = _kernel(out, source, report, as_json, scope) if kernel else _exact(out, source, threads, report, as_json)
+    ok = (
+        _kernel(out, source, report, as_json, scope)
+        if kernel
+        else _exact(out, source, threads, report, as_json)
+    )
     if not ok:
         ctx.exit(1)
 
@@ -85,15 +132,23 @@ def _mend(findings: Sequence[Finding]) -> str:
     if any(SOURCE_DAMAGED in finding.what for finding in findings):
         return "fetch the source files named above again, then verify again, before anything is removed"
     if any(finding.path in KEPT or finding.path.startswith("source/headers/") for finding in findings):
-        return "run the same convert command again with --overwrite: what the folder keeps to prove itself is damaged"
+        return (
+            "run the same convert command again with --overwrite: what the folder keeps to prove itself is"
+            " damaged"
+        )
     return "remove the files named above and run the same convert command again; it remakes what is missing"
 
 
 def _summary(found: Report, source: str | None) -> str:
     against = "the source itself" if source else "the source's digests"
-    looked = f"{found.files} files, {gigabytes(found.bytes)} read, {found.proven:,} source tensors compared with {against}"
+    looked = (
+        f"{found.files} files, {gigabytes(found.bytes)} read, {found.proven:,} source tensors compared with"
+        f" {against}"
+    )
     if found.unproven:
-        looked += f"; {found.unproven:,} could not be put together from what is in OUT" + ("" if source else " (give --source)")
+        looked += f"; {found.unproven:,} could not be put together from what is in OUT" + (
+            "" if source else " (give --source)"
+        )
     return f"{'exact' if found.ok and not found.unproven else 'sound' if found.ok else 'NOT OK'}: {looked}"
 
 
@@ -114,16 +169,23 @@ def _kernel(out: str, source: str | None, folder: Path | None, as_json: bool, sc
 
 def _show_kernel(found: KernelReport) -> None:
     environment = found.environment
-    output.result(f"provider {environment['provider']}, torch {environment['torch']}, {environment.get('gpu', 'no GPU')}")
+    output.result(
+        f"provider {environment['provider']}, torch {environment['torch']},"
+        f" {environment.get('gpu', 'no GPU')}"
+    )
     for verdict in found.fused:
-        output.result(f"layer {verdict.layer}, {verdict.tokens} tokens, all ranks: relative error {verdict.relative_error:.2e}")
+        output.result(
+            f"layer {verdict.layer}, {verdict.tokens} tokens, all ranks: relative error"
+            f" {verdict.relative_error:.2e}"
+        )
     for line in found.skipped:
         output.result(f"not run: {line}")
     worst = max((verdict.relative_error or 0.0 for verdict in found.verdicts), default=0.0)
     seconds = found.seconds.get("total", 0.0)
     output.result(
-        f"{'kernel-exact' if found.ok else 'NOT OK'}: the kernel read back {found.weights_read_back:,} weights of {len(found.verdicts):,} matrices; "
-        f"largest relative error with random activations {worst:.2e}; {seconds:.1f} s"
+        f"{'kernel-exact' if found.ok else 'NOT OK'}: the kernel read back {found.weights_read_back:,}"
+        f" weights of {len(found.verdicts):,} matrices; largest relative error with random activations"
+        f" {worst:.2e}; {seconds:.1f} s"
     )
 
 

@@ -1,16 +1,16 @@
 """Which value each thread of the kernel takes from which bits: index tables, built lane by lane.
 
-Nothing here is derived from a layout; everything is what one warp (32 lanes) of the kernel does with one tile of 16
-inputs (k) by 64 outputs (n), the unit in which weights are stored:
+Nothing here is derived from a layout; everything is what one warp (32 lanes) of the kernel does with one tile
+of 16 inputs (k) by 64 outputs (n), the unit in which weights are stored:
 
-- A lane loads consecutive 32-bit words a tile: 4 of 4-bit weights, 8 of 8-bit ones. The tile's words lie in lane
-  order.
+- A lane loads consecutive 32-bit words a tile: 4 of 4-bit weights, 8 of 8-bit ones. The tile's words lie in
+  lane order.
 - They feed four 16-column blocks in turn, each as two B operands of `mma.m16n8k16` (8 columns each).
-- The PTX ISA ("Matrix fragments for mma.m16n8k16", B of .f16/.bf16) gives lane l of the warp column l / 4 of an
-  operand, and in register r, half e, row 2 (l % 4) + 8 r + e.
-- How a word becomes registers is the dequantisation: 4-bit words are masked with 0x000f000f, so register r holds
-  nibbles r (low half) and r + 4 (high half); the second operand is the word shifted right by 8. Of 8-bit words there
-  is one an operand, whose byte order in the registers is 0, 2 | 1, 3.
+- The PTX ISA ("Matrix fragments for mma.m16n8k16", B of .f16/.bf16) gives lane l of the warp column l / 4 of
+  an operand, and in register r, half e, row 2 (l % 4) + 8 r + e.
+- How a word becomes registers is the dequantisation: 4-bit words are masked with 0x000f000f, so register r
+  holds nibbles r (low half) and r + 4 (high half); the second operand is the word shifted right by 8. Of
+  8-bit words there is one an operand, whose byte order in the registers is 0, 2 | 1, 3.
 
 Plain numpy, so that this module loads without torch.
 """
@@ -39,7 +39,9 @@ def operand_place(lane: int, register: int, half: int) -> tuple[int, int]:
 
 
 def code_in_registers(num_bits: int, register: int, half: int) -> int:
-    """Which code of a dequantised word ends up in this half of this register, codes counted from the lowest bits."""
+    """Which code of a dequantised word ends up in this half of this register, codes counted from the lowest
+    bits.
+    """
     if num_bits == 4:
         return register + 4 * half
     return (0, 2, 1, 3)[2 * register + half]
@@ -49,8 +51,8 @@ def code_in_registers(num_bits: int, register: int, half: int) -> int:
 def tile_reads(num_bits: int) -> Table:
     """[16, 64]: for (k, n) of a tile, the index of its code in the tile's stream of words.
 
-    Codes are counted from the lowest bits of the first word. A 4-bit tile is 128 words of 8 codes, an 8-bit tile 256
-    words of 4.
+    Codes are counted from the lowest bits of the first word. A 4-bit tile is 128 words of 8 codes, an 8-bit
+    tile 256 words of 4.
     """
     if num_bits not in (4, 8):
         raise ValueError(f"weights have 4 or 8 bits, not {num_bits}")
@@ -74,10 +76,11 @@ def tile_reads(num_bits: int) -> Table:
 
 @cache
 def grouped_scale_reads() -> Table:
-    """[64]: for a column of a 64-wide run, where its scale lies in the stored run, for scales of groups of inputs.
+    """[64]: for a column of a 64-wide run, where its scale lies in the stored run, for scales of groups of
+    inputs.
 
-    They are applied to the B operands: a lane needs the one scale of its column in each of the tile's 8 operands, and
-    loads them as one vector of 8 values; the four lanes of a column load the same vector.
+    They are applied to the B operands: a lane needs the one scale of its column in each of the tile's 8
+    operands, and loads them as one vector of 8 values; the four lanes of a column load the same vector.
     """
     table = np.full(TILE_N, -1, np.int64)
     for lane in range(LANES):
@@ -89,10 +92,11 @@ def grouped_scale_reads() -> Table:
 
 @cache
 def channel_reads() -> Table:
-    """[32]: for a column of a 32-wide run, where its value lies in the stored run, for channel-wise scales and biases.
+    """[32]: for a column of a 32-wide run, where its value lies in the stored run, for channel-wise scales
+    and biases.
 
-    They are applied to the results: in the accumulator of mma.m16n8k16 a lane holds columns 2 (l % 4) and the next of
-    an operand, so it loads the pairs of the run's 4 operands as one vector of 8 values.
+    They are applied to the results: in the accumulator of mma.m16n8k16 a lane holds columns 2 (l % 4) and the
+    next of an operand, so it loads the pairs of the run's 4 operands as one vector of 8 values.
     """
     table = np.full(SINGLE_RUN, -1, np.int64)
     for in_group in range(4):
@@ -106,14 +110,15 @@ def channel_reads() -> Table:
 def zero_point_reads() -> Table:
     """[64]: for a column of a 64-wide run, which of the run's 64 packed 4-bit zero points it takes.
 
-    A lane loads one word, the zero points of its column in the tile's 8 operands, and sends it through the same
-    dequantisation as weights; register pairs come out in operand order.
+    A lane loads one word, the zero points of its column in the tile's 8 operands, and sends it through the
+    same dequantisation as weights; register pairs come out in operand order.
     """
     table = np.full(TILE_N, -1, np.int64)
     for lane in range(LANES):
         _, column = operand_place(lane, 0, 0)
         for block in range(TILE_N // BLOCK_N):
-            # The word's first pair of registers serves blocks 0 and 1, the second (shifted right by 8) blocks 2 and 3.
+            # The word's first pair of registers serves blocks 0 and 1, the second (shifted right by 8) blocks
+            # 2 and 3.
             shift, register = divmod(block, 2)
             for operand in range(2):
                 code = code_in_registers(4, register, operand) + 2 * shift
@@ -123,12 +128,13 @@ def zero_point_reads() -> Table:
 
 @cache
 def tile_repack(num_bits: int) -> Table:
-    """[words, codes]: for each code of a repacked tile's words, k * 64 + n of the code the repack kernel puts there.
+    """[words, codes]: for each code of a repacked tile's words, k * 64 + n of the code the repack kernel puts
+    there.
 
-    Modelled on the threads of the repack kernel, apart from `tile_reads`: warp w of 4 works on columns 16 w to 16 w +
-    15; its thread t gathers inputs 2 (t % 4) + {0, 1, 8, 9} of column t / 4 and of the column 8 further on, and
-    stores 4-bit codes as word 4 t + w in the order 0 2 4 6 1 3 5 7, 8-bit codes as words 8 t + 2 w and the next in
-    the order 0 2 1 3.
+    Modelled on the threads of the repack kernel, apart from `tile_reads`: warp w of 4 works on columns 16 w
+    to 16 w + 15; its thread t gathers inputs 2 (t % 4) + {0, 1, 8, 9} of column t / 4 and of the column 8
+    further on, and stores 4-bit codes as word 4 t + w in the order 0 2 4 6 1 3 5 7, 8-bit codes as words 8 t
+    + 2 w and the next in the order 0 2 1 3.
     """
     if num_bits not in (4, 8):
         raise ValueError(f"weights have 4 or 8 bits, not {num_bits}")
@@ -142,5 +148,7 @@ def tile_repack(num_bits: int) -> Table:
                 table[4 * thread + warp] = [gathered[i] for i in (0, 2, 4, 6, 1, 3, 5, 7)]
             else:
                 for column_half in range(2):
-                    table[8 * thread + 2 * warp + column_half] = [gathered[4 * column_half + i] for i in (0, 2, 1, 3)]
+                    table[8 * thread + 2 * warp + column_half] = [
+                        gathered[4 * column_half + i] for i in (0, 2, 1, 3)
+                    ]
     return table

@@ -1,8 +1,10 @@
-"""The fused MoE around the kernel: alignment, w13, silu, w2, the sum over a token's experts; all in plain torch.
+"""The fused MoE around the kernel: alignment, w13, silu, w2, the sum over a token's experts; all in plain
+torch.
 
-The steps are public, so that a bench can time one alone. None of them waits for the GPU: every shape follows from the
-shapes of the inputs, so the whole, alignment included, can be captured in a CUDA graph. The order of additions is
-fixed. M tokens, E local experts, H hidden size, I = the rank's (padded) slice of the experts' intermediate size.
+The steps are public, so that a bench can time one alone. None of them waits for the GPU: every shape follows
+from the shapes of the inputs, so the whole, alignment included, can be captured in a CUDA graph. The order of
+additions is fixed. M tokens, E local experts, H hidden size, I = the rank's (padded) slice of the experts'
+intermediate size.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ BLOCKS_PER_MULTIPROCESSOR = 4
 
 @dataclass(frozen=True)
 class ReduceFlags:
-    """How thread blocks that share an output add up. The default is repeatable; engines may add atomically."""
+    """How thread blocks that share an output add up. The default is repeatable; engines may add
+    atomically.
+    """
 
     use_atomic_add: bool = False
     use_fp32_reduce: bool = True
@@ -37,9 +41,9 @@ REPEATABLE = ReduceFlags()
 class Alignment:
     """Tokens sorted by expert in blocks of `block_size`, as the kernel wants them; all int32.
 
-    sorted_token_ids [capacity]: entry t * top_k + j is the j-th choice of token t; the padding value is M * top_k.
-    expert_ids [capacity / block_size rounded up]: each block's expert, -1 for others' ones. num_tokens_post_padded
-    [1]: how much of the above counts.
+    sorted_token_ids [capacity]: entry t * top_k + j is the j-th choice of token t; the padding value is M *
+    top_k. expert_ids [capacity / block_size rounded up]: each block's expert, -1 for others' ones.
+    num_tokens_post_padded [1]: how much of the above counts.
     """
 
     sorted_token_ids: Tensor
@@ -53,8 +57,8 @@ class Alignment:
 class Matrix:
     """One projection of all local experts in Marlin form.
 
-    words int32 [E, K/16, N*bits/2], scales [E, G, N] and bias [E, N] of the activations' dtype, zeros int32 [E, G,
-    N*bits/32].
+    words int32 [E, K/16, N*bits/2], scales [E, G, N] and bias [E, N] of the activations' dtype, zeros int32
+    [E, G, N*bits/32].
     """
 
     words: Tensor
@@ -75,13 +79,19 @@ class Matrix:
 
 
 def choose_block_size(num_tokens: int, top_k: int, num_experts: int) -> int:
-    """moe_block_size: the first that an average expert's tokens fill to less than `BLOCK_FILL`, else the largest."""
+    """moe_block_size: the first that an average expert's tokens fill to less than `BLOCK_FILL`, else the
+    largest.
+    """
     share = num_tokens * top_k / num_experts
     return next((size for size in BLOCK_SIZES if share / size < BLOCK_FILL), BLOCK_SIZES[-1])
 
 
-def contiguous_expert_map(num_experts: int, start: int, stop: int, device: torch.device | str = "cpu") -> Tensor:
-    """int32 [num_experts] for the owner of experts start to stop - 1: each one's local number, -1 for others."""
+def contiguous_expert_map(
+    num_experts: int, start: int, stop: int, device: torch.device | str = "cpu"
+) -> Tensor:
+    """int32 [num_experts] for the owner of experts start to stop - 1: each one's local number, -1 for
+    others.
+    """
     if not 0 <= start <= stop <= num_experts:
         raise ValueError(f"experts {start}:{stop} are not a range of {num_experts}")
     experts = torch.arange(num_experts, dtype=torch.int32, device=device)
@@ -95,17 +105,20 @@ def align(
     expert_map: Tensor | None = None,
     keep_foreign: bool = False,
 ) -> Alignment:
-    """Sort the choices `topk_ids` [M, top_k] by expert, each expert padded to whole blocks; stable, without host syncs.
+    """Sort the choices `topk_ids` [M, top_k] by expert, each expert padded to whole blocks; stable, without
+    host syncs.
 
-    topk_ids: any integer type. num_experts: E, local ones. expert_map: int32 [all experts], local number or -1;
-    choices that map to -1 belong to other ranks. They are left out; with `keep_foreign` they follow in blocks of
-    expert -1, as an engine's own alignment leaves them (needs is_ep in the call).
+    topk_ids: any integer type. num_experts: E, local ones. expert_map: int32 [all experts], local number or
+    -1; choices that map to -1 belong to other ranks. They are left out; with `keep_foreign` they follow in
+    blocks of expert -1, as an engine's own alignment leaves them (needs is_ep in the call).
     """
     flat = topk_ids.reshape(-1).long()
     device, count = flat.device, flat.numel()
     local = flat if expert_map is None else expert_map.long()[flat]
     bucket = torch.where(local < 0, num_experts, local)
-    sizes = torch.zeros(num_experts + 1, dtype=torch.long, device=device).scatter_add_(0, bucket, torch.ones_like(bucket))
+    sizes = torch.zeros(num_experts + 1, dtype=torch.long, device=device).scatter_add_(
+        0, bucket, torch.ones_like(bucket)
+    )
     blocks = (sizes + block_size - 1) // block_size
     blocks_end = blocks.cumsum(0)
     in_order, order = torch.sort(bucket, stable=True)
@@ -123,7 +136,9 @@ def align(
 
 
 def make_workspace(device: torch.device | str) -> Tensor:
-    """The kernel's locks: int32 zeros, enough for any call on this device, zero again after it. One for each stream."""
+    """The kernel's locks: int32 zeros, enough for any call on this device, zero again after it. One for each
+    stream.
+    """
     device = torch.device(device)
     count = 1
     if device.type == "cuda":
@@ -144,10 +159,11 @@ def grouped_gemm(
     out: Tensor | None = None,
     flags: ReduceFlags = REPEATABLE,
 ) -> Tensor:
-    """One call of the kernel: row r of the result [R * top_k, N] is row r // top_k of `x` [R, K] times its expert.
+    """One call of the kernel: row r of the result [R * top_k, N] is row r // top_k of `x` [R, K] times its
+    expert.
 
-    topk_weights: float32 [M, top_k], read only with `mul_topk_weights`. `out` is filled if given; rows of no listed
-    block stay as they are.
+    topk_weights: float32 [M, top_k], read only with `mul_topk_weights`. `out` is filled if given; rows of no
+    listed block stay as they are.
     """
     return provider.gemm(
         x,
@@ -180,7 +196,9 @@ def grouped_gemm(
 
 
 def silu_and_mul(c1: Tensor) -> Tensor:
-    """[R, 2I] to [R, I]: silu of the first I columns (gate) times the last I (up), in float32, rounded once."""
+    """[R, 2I] to [R, I]: silu of the first I columns (gate) times the last I (up), in float32, rounded
+    once.
+    """
     gate, up = c1.chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate.float()) * up.float()).to(c1.dtype)
 
@@ -192,13 +210,18 @@ def sum_experts(c3: Tensor, top_k: int, routed_scaling_factor: float = 1.0) -> T
 
 
 def route(
-    logits: Tensor, correction_bias: Tensor, top_k: int = 8, routed_scaling_factor: float = 1.0, normalize: bool = True
+    logits: Tensor,
+    correction_bias: Tensor,
+    top_k: int = 8,
+    routed_scaling_factor: float = 1.0,
+    normalize: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """K2's routing of `logits` [M, experts]: weights float32 [M, top_k] and experts int32 [M, top_k], the best first.
+    """K2's routing of `logits` [M, experts]: weights float32 [M, top_k] and experts int32 [M, top_k], the
+    best first.
 
-    Scores are sigmoids. `correction_bias` [experts] (e_score_correction_bias) takes part in the choice only; the
-    weights are the plain scores of the chosen, divided by their sum, times `routed_scaling_factor` (2.827 in K2.6;
-    leave 1 if it is applied to the sum of experts).
+    Scores are sigmoids. `correction_bias` [experts] (e_score_correction_bias) takes part in the choice only;
+    the weights are the plain scores of the chosen, divided by their sum, times `routed_scaling_factor` (2.827
+    in K2.6; leave 1 if it is applied to the sum of experts).
     """
     scores = torch.sigmoid(logits.float())
     chosen = torch.topk(scores + correction_bias.float(), top_k, dim=-1).indices
@@ -225,12 +248,13 @@ def fused_moe(
     routed_scaling_factor: float = 1.0,
     flags: ReduceFlags = REPEATABLE,
 ) -> Tensor:
-    """The routed experts' output [M, H] for `x` [M, H]; on a rank with a part of them or of I, its share of the sum.
+    """The routed experts' output [M, H] for `x` [M, H]; on a rank with a part of them or of I, its share of
+    the sum.
 
-    w13 int32 [E, H/16, 4I] and w13_scale [E, H/g, 2I] (gate, then up), w2 int32 [E, I/16, 2H], w2_scale [E, I/g, H],
-    for 4 bit; scales and x of one dtype, bfloat16 or float16. topk_weights float32 and topk_ids [M, top_k]; ids are
-    local, or any with `expert_map`, see `contiguous_expert_map`. alignment: that of these ids, if it is already
-    there.
+    w13 int32 [E, H/16, 4I] and w13_scale [E, H/g, 2I] (gate, then up), w2 int32 [E, I/16, 2H], w2_scale [E,
+    I/g, H], for 4 bit; scales and x of one dtype, bfloat16 or float16. topk_weights float32 and topk_ids [M,
+    top_k]; ids are local, or any with `expert_map`, see `contiguous_expert_map`. alignment: that of these
+    ids, if it is already there.
     """
     num_experts, top_k = w13.shape[0], topk_ids.shape[1]
     if alignment is None:

@@ -1,9 +1,9 @@
 """Where the kernel can be had: one interface over the packages that ship it, and a report of what loads here.
 
-The kernel is `moe_wna16_marlin_gemm` of SGLang with its `gptq_marlin_repack`. Its home has moved; `CANDIDATES` lists
-the places, newest first. They are found by importing, never by version. Importing `sglang` runs that package's own
-start-up, which takes seconds, so nothing is imported before a GPU is seen. torch is imported inside functions: this
-module loads without it.
+The kernel is `moe_wna16_marlin_gemm` of SGLang with its `gptq_marlin_repack`. Its home has moved;
+`CANDIDATES` lists the places, newest first. They are found by importing, never by version. Importing `sglang`
+runs that package's own start-up, which takes seconds, so nothing is imported before a GPU is seen. torch is
+imported inside functions: this module loads without it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class KernelUnavailableError(MachineError):
 
 
 class Provider(Protocol):
-    """The two operations, for tensors on `device`. E experts, K = size_k inputs, N = size_n outputs, G scale groups."""
+    """The two operations, for tensors on `device`. E experts, K = size_k inputs, N = size_n outputs, G scale
+    groups.
+    """
 
     @property
     def name(self) -> str:
@@ -43,8 +45,8 @@ class Provider(Protocol):
     def repack(self, q: Tensor, perm: Tensor | None, size_k: int, size_n: int, num_bits: int) -> Tensor:
         """GPTQ words int32 [K * bits / 32, N] to Marlin words int32 [K / 16, N * bits / 2].
 
-        perm: int32 [K], input k of the result is input perm[k] of q (act-order); empty or None for none. K % 16 == 0,
-        N % 64 == 0.
+        perm: int32 [K], input k of the result is input perm[k] of q (act-order); empty or None for none. K %
+        16 == 0, N % 64 == 0.
         """
 
     def gemm(
@@ -76,14 +78,16 @@ class Provider(Protocol):
         use_fp32_reduce: bool = True,
         is_zp_float: bool = False,
     ) -> Tensor:
-        """`a` [size_m, K] times the expert of each row: [size_m * top_k, N] in a's dtype, in `c_or_none` if given.
+        """`a` [size_m, K] times the expert of each row: [size_m * top_k, N] in a's dtype, in `c_or_none` if
+        given.
 
-        b_q_weight int32 [E, K/16, N*bits/2]; b_bias [E, N], in runs of 32 in the order of channel-wise scales;
-        b_scales [E, G, N] of a's dtype; b_zeros int32 [E, G, N*bits/32]; g_idx and perm int32 [E, K]; workspace int32
-        zeros; sorted_token_ids, expert_ids and num_tokens_post_padded int32 as `fused_moe.align` makes them;
-        topk_weights float32 [size_m * top_k]. Row r of the result is row r // top_k of `a`. Rows that no block
-        covers, or only a block of expert -1 (is_ep), are left as they were. Errors: ValueError or RuntimeError for
-        shapes the kernel does not take; it needs N % 128 == 0 and K % 64 == 0.
+        b_q_weight int32 [E, K/16, N*bits/2]; b_bias [E, N], in runs of 32 in the order of channel-wise
+        scales; b_scales [E, G, N] of a's dtype; b_zeros int32 [E, G, N*bits/32]; g_idx and perm int32 [E, K];
+        workspace int32 zeros; sorted_token_ids, expert_ids and num_tokens_post_padded int32 as
+        `fused_moe.align` makes them; topk_weights float32 [size_m * top_k]. Row r of the result is row r //
+        top_k of `a`. Rows that no block covers, or only a block of expert -1 (is_ep), are left as they were.
+        Errors: ValueError or RuntimeError for shapes the kernel does not take; it needs N % 128 == 0 and K %
+        64 == 0.
         """
 
 
@@ -91,9 +95,9 @@ class Provider(Protocol):
 class OpProvider:
     """A provider made of two callables found in a package.
 
-    type_as_object: the gemm takes the weight type as `b_q_type`, an object with `.id`, instead of a number. That form
-    has other defaults and, in newer versions, more trailing parameters, so everything from the type on goes by keyword.
-    The flat op gets all 26 by position.
+    type_as_object: the gemm takes the weight type as `b_q_type`, an object with `.id`, instead of a number.
+    That form has other defaults and, in newer versions, more trailing parameters, so everything from the type
+    on goes by keyword. The flat op gets all 26 by position.
     """
 
     name: str
@@ -180,7 +184,9 @@ class OpProvider:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A place where a package keeps the operations; without `repack_module`, those of `torch.ops.<gemm_module>`."""
+    """A place where a package keeps the operations; without `repack_module`, those of
+    `torch.ops.<gemm_module>`.
+    """
 
     name: str
     package: str
@@ -195,7 +201,8 @@ CANDIDATES = (
         "sglang",
         "sglang.kernels.ops.moe.moe_wna16_marlin",
         "sglang.kernels.ops.quantization.gptq_marlin_repack",
-        "CUDA 13: pip install '.[sglang]'; it compiles at first use and needs nvcc (CUDA_HOME set), g++ with C++20 and ninja",
+        "CUDA 13: pip install '.[sglang]'; it compiles at first use and needs nvcc (CUDA_HOME set), g++ with"
+        " C++20 and ninja",
     ),
     Candidate(
         "sglang.jit_kernel",
@@ -216,7 +223,9 @@ CANDIDATES = (
 
 @dataclass(frozen=True)
 class ProviderReport:
-    """What `probe` found: `reason` says why it does not load (empty if it does), `install` what would help."""
+    """What `probe` found: `reason` says why it does not load (empty if it does), `install` what would
+    help.
+    """
 
     name: str
     available: bool
@@ -251,12 +260,16 @@ def _load(candidate: Candidate) -> OpProvider:
     gemm_module = importlib.import_module(candidate.gemm_module)
     if candidate.repack_module is not None:
         repack_module = importlib.import_module(candidate.repack_module)
-        return OpProvider(candidate.name, repack_module.gptq_marlin_repack, gemm_module.moe_wna16_marlin_gemm, True)
+        return OpProvider(
+            candidate.name, repack_module.gptq_marlin_repack, gemm_module.moe_wna16_marlin_gemm, True
+        )
     import torch
 
     ops = getattr(torch.ops, candidate.gemm_module)
     if not (hasattr(ops, "moe_wna16_marlin_gemm") and hasattr(ops, "gptq_marlin_repack")):
-        raise ImportError(f"this {candidate.package} no longer has the kernel (versions after 0.3 left it to sglang)")
+        raise ImportError(
+            f"this {candidate.package} no longer has the kernel (versions after 0.3 left it to sglang)"
+        )
     return OpProvider(candidate.name, ops.gptq_marlin_repack, ops.moe_wna16_marlin_gemm, False)
 
 
@@ -276,7 +289,9 @@ def _try(candidate: Candidate, gpu_problem: str) -> tuple[ProviderReport, OpProv
             provider = _load(candidate)
         except Exception as error:  # whatever a foreign package's import raises is a reason, not a crash
             problems.append(f"{candidate.gemm_module} does not load: {_one_line(error)}")
-    report = ProviderReport(candidate.name, provider is not None, " and ".join(problems), candidate.install, version)
+    report = ProviderReport(
+        candidate.name, provider is not None, " and ".join(problems), candidate.install, version
+    )
     return report, provider
 
 
@@ -286,7 +301,9 @@ def _one_line(error: Exception) -> str:
 
 
 def probe() -> tuple[ProviderReport, ...]:
-    """Try every place the kernel may be in, in the order of `load`; imports packages only if a GPU is there."""
+    """Try every place the kernel may be in, in the order of `load`; imports packages only if a GPU is
+    there.
+    """
     gpu_problem = _gpu_problem()
     return tuple(_try(candidate, gpu_problem)[0] for candidate in CANDIDATES)
 

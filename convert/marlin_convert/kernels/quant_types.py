@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class QuantType:
-    """One weight type: code c stands for `(c - bias) * scale`, or `(c - zero point) * scale` if it has zero points.
+    """One weight type: code c stands for `(c - bias) * scale`, or `(c - zero point) * scale` if it has zero
+    points.
 
-    `id` is the kernel's `b_q_type_id`: bit 50 set, the number of value bits from bit 8 and the bias from bit 17. An
-    object with this attribute is what the compiled-at-first-use form takes as `b_q_type`.
+    `id` is the kernel's `b_q_type_id`: bit 50 set, the number of value bits from bit 8 and the bias from bit
+    17. An object with this attribute is what the compiled-at-first-use form takes as `b_q_type`.
     """
 
     name: str

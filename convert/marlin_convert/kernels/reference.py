@@ -1,9 +1,9 @@
 """The kernel on a CPU: the same call, computed from the Marlin tensors as the kernel's threads read them.
 
-Decoding follows `fragments`, not the layout this project writes, so agreement between the two is evidence. Roundings
-are those of the kernel: a weight times its group's scale is rounded to the activations' dtype before it is
-multiplied; the sum (float64 here) is rounded to that dtype, then scaled (channel-wise 4-bit), biased and weighted in
-it, each time rounded. What differs from a GPU is only the float32 order of summation.
+Decoding follows `fragments`, not the layout this project writes, so agreement between the two is evidence.
+Roundings are those of the kernel: a weight times its group's scale is rounded to the activations' dtype
+before it is multiplied; the sum (float64 here) is rounded to that dtype, then scaled (channel-wise 4-bit),
+biased and weighted in it, each time rounded. What differs from a GPU is only the float32 order of summation.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def _codes(words: Tensor, num_bits: int) -> Tensor:
 
 
 def decode_weight(words: Tensor, num_bits: int, size_k: int, size_n: int) -> Tensor:
-    """Marlin words int32 [K/16, N*bits/2] of one matrix to its codes uint8 [K, N], as the GEMM's threads take them."""
+    """Marlin words int32 [K/16, N*bits/2] of one matrix to its codes uint8 [K, N], as the GEMM's threads take
+    them.
+    """
     k_tiles, n_tiles = size_k // fragments.TILE_K, size_n // fragments.TILE_N
     stream = _codes(words.reshape(k_tiles, n_tiles, -1), num_bits)
     tiles = _gather(stream, fragments.tile_reads(num_bits))
@@ -87,20 +89,28 @@ def decode_zero_points(zeros: Tensor) -> Tensor:
 
 
 def _operand(experts: _Experts, expert: int) -> Tensor:
-    """What the tensor cores multiply with: [K, N] in the scales' dtype; scaled unless the scales are channel-wise."""
+    """What the tensor cores multiply with: [K, N] in the scales' dtype; scaled unless the scales are
+    channel-wise.
+    """
     dtype = experts.scales.dtype
     size_k, groups = experts.size_k, experts.scales.shape[1]
     codes = decode_weight(experts.words[expert], experts.kind.num_bits, size_k, experts.size_n).to(dtype)
     # A full K is sorted by group: rows of a group are neighbours, and g_idx is not looked at.
     g_idx = None if experts.is_k_full else experts.g_idx
     group_of = torch.arange(size_k) // (size_k // groups) if g_idx is None else g_idx[expert].long()
-    zero = experts.kind.bias if experts.zeros is None else decode_zero_points(experts.zeros[expert]).to(dtype)[group_of]
+    zero = (
+        experts.kind.bias
+        if experts.zeros is None
+        else decode_zero_points(experts.zeros[expert]).to(dtype)[group_of]
+    )
     codes = codes - zero
     return codes if experts.channelwise else codes * decode_scales(experts.scales[expert], False)[group_of]
 
 
 def _finish(total: Tensor, experts: _Experts, expert: int, row_weights: Tensor | None) -> Tensor:
-    """Sums float64 [R, N] to results: channel-wise scale, bias, the rows' top-k weights, rounded after each."""
+    """Sums float64 [R, N] to results: channel-wise scale, bias, the rows' top-k weights, rounded after
+    each.
+    """
     dtype = experts.scales.dtype
     if experts.channelwise and experts.kind.num_bits == 8:
         total = total * decode_scales(experts.scales[expert], True).double()
@@ -125,7 +135,8 @@ def _check_weights(a: Tensor, experts: _Experts) -> None:
     _require(experts.scales.dtype == a.dtype, f"b_scales is {experts.scales.dtype}, a is {a.dtype}")
     _require(
         size_n % MIN_N == 0 and size_k % MIN_K == 0,
-        f"Invalid thread config: size_n = {size_n} must be a multiple of {MIN_N} and size_k = {size_k} one of {MIN_K}",
+        f"Invalid thread config: size_n = {size_n} must be a multiple of {MIN_N} and size_k = {size_k} one of"
+        f" {MIN_K}",
     )
     expected: list[tuple[str, Tensor | None, tuple[int, ...], torch.dtype]] = [
         ("b_q_weight", experts.words, (num_experts, size_k // 16, size_n * kind.num_bits // 2), torch.int32),
@@ -137,7 +148,9 @@ def _check_weights(a: Tensor, experts: _Experts) -> None:
     ]
     for name, tensor, shape, dtype in expected:
         if tensor is not None:
-            _require(tuple(tensor.shape) == shape, f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
+            _require(
+                tuple(tensor.shape) == shape, f"{name} has shape {tuple(tensor.shape)}, expected {shape}"
+            )
             _require(tensor.dtype == dtype, f"{name} is {tensor.dtype}, expected {dtype}")
             _require(tensor.is_contiguous(), f"{name} is not contiguous")
     _require((experts.g_idx is None) == (experts.perm is None), "act-order needs both g_idx and perm")
@@ -146,7 +159,9 @@ def _check_weights(a: Tensor, experts: _Experts) -> None:
     if experts.g_idx is None or experts.is_k_full:
         _require(size_k % groups == 0, f"size_k = {size_k} is not a multiple of the {groups} groups")
         group_size = size_k // groups
-        _require(groups == 1 or group_size in GROUP_SIZES, f"group size {group_size} is none of {GROUP_SIZES}")
+        _require(
+            groups == 1 or group_size in GROUP_SIZES, f"group size {group_size} is none of {GROUP_SIZES}"
+        )
         _require(groups > 1 or experts.g_idx is None, "act-order needs more than one group")
 
 
@@ -184,14 +199,20 @@ def _blocks(
     experts = expert_ids[:count].long()
     valid = ids < rows
     # The kernel counts a block's valid rows and then takes that many from the front.
-    _require(bool((valid[:, 1:] <= valid[:, :-1]).all()), "a block of sorted_token_ids has padding before a token")
-    _require(bool((experts < num_experts).all()), f"expert_ids names an expert beyond the {num_experts} given")
+    _require(
+        bool((valid[:, 1:] <= valid[:, :-1]).all()), "a block of sorted_token_ids has padding before a token"
+    )
+    _require(
+        bool((experts < num_experts).all()), f"expert_ids names an expert beyond the {num_experts} given"
+    )
     _require(is_ep or bool((experts >= 0).all()), "expert_ids has -1 but is_ep is False")
     return [(e, ids[experts == e][valid[experts == e]]) for e in torch.unique(experts).tolist() if e >= 0]
 
 
 class ReferenceProvider:
-    """The kernel's two operations on a CPU, uint4 in groups of 32 included, which some versions of it get wrong."""
+    """The kernel's two operations on a CPU, uint4 in groups of 32 included, which some versions of it get
+    wrong.
+    """
 
     name = "reference"
     device = "cpu"
@@ -245,7 +266,9 @@ class ReferenceProvider:
         use_fp32_reduce: bool = True,
         is_zp_float: bool = False,
     ) -> Tensor:
-        """See `Provider.gemm`. Without c, rows left undefined are NaN; the two reduction flags change nothing."""
+        """See `Provider.gemm`. Without c, rows left undefined are NaN; the two reduction flags change
+        nothing.
+        """
         _require(a.device.type == "cpu", f"the reference works on CPU tensors, a is on {a.device}")
         _require(not is_zp_float, "float zero points are not modelled")
         _require(_given(global_scale_or_none) is None, "a global scale goes with float4 weights only")
@@ -261,7 +284,9 @@ class ReferenceProvider:
             size_n=size_n,
             is_k_full=is_k_full,
         )
-        _require(tuple(a.shape) == (size_m, size_k), f"a has shape {tuple(a.shape)}, expected {(size_m, size_k)}")
+        _require(
+            tuple(a.shape) == (size_m, size_k), f"a has shape {tuple(a.shape)}, expected {(size_m, size_k)}"
+        )
         _require(workspace.dtype == torch.int32, f"workspace is {workspace.dtype}, expected torch.int32")
         _check_weights(a, experts)
         rows = size_m * top_k

@@ -1,7 +1,8 @@
 """The Marlin layout of one 4-bit matrix: pure functions on arrays, each with its inverse.
 
-Shapes, with K = inputs and N = outputs: `weight_packed` int32 [N, K/8], `weight_scale` 16-bit [N, K/group_size];
-Marlin int32 [K/16, 2N] and 16-bit [K/group_size, N]. Scales are carried as uint16: their bits are moved, never computed with.
+Shapes, with K = inputs and N = outputs: `weight_packed` int32 [N, K/8], `weight_scale` 16-bit [N,
+K/group_size]; Marlin int32 [K/16, 2N] and 16-bit [K/group_size, N]. Scales are carried as uint16: their bits
+are moved, never computed with.
 """
 
 from __future__ import annotations
@@ -26,70 +27,144 @@ def _as_words(array: Int32) -> Rows:
 
 
 def pack_rows(source: Rows, marlin: Rows) -> None:
-    """Repack 8-byte words: source [N, K/16] -> marlin [K/16, N]. Raises ValueError where the shapes do not fit the tile."""
+    """Repack 8-byte words: source [N, K/16] -> marlin [K/16, N]. Raises ValueError where the shapes do not
+    fit the tile.
+    """
     check_shapes(source, marlin, TILE_N)
-    words.pack_words(source.flat, source.base, source.stride, source.rows, source.cols, marlin.flat, marlin.base, marlin.stride)
+    words.pack_words(
+        source.flat,
+        source.base,
+        source.stride,
+        source.rows,
+        source.cols,
+        marlin.flat,
+        marlin.base,
+        marlin.stride,
+    )
 
 
 def unpack_rows(marlin: Rows, source: Rows) -> None:
     """Inverse of `pack_rows`."""
     check_shapes(source, marlin, TILE_N)
-    words.unpack_words(marlin.flat, marlin.base, marlin.stride, source.rows, source.cols, source.flat, source.base, source.stride)
+    words.unpack_words(
+        marlin.flat,
+        marlin.base,
+        marlin.stride,
+        source.rows,
+        source.cols,
+        source.flat,
+        source.base,
+        source.stride,
+    )
 
 
 def wrong_row(marlin: Rows, source: Rows) -> tuple[int, int] | None:
     """The (n, k) of the first 16 inputs at which the inverse of `marlin` is not `source`, or None."""
     check_shapes(source, marlin, TILE_N)
-    at = words.first_wrong_word(marlin.flat, marlin.base, marlin.stride, source.rows, source.cols, source.flat, source.base, source.stride)
+    at = words.first_wrong_word(
+        marlin.flat,
+        marlin.base,
+        marlin.stride,
+        source.rows,
+        source.cols,
+        source.flat,
+        source.base,
+        source.stride,
+    )
     return None if at < 0 else (at // source.cols, at % source.cols * TILE_K)
 
 
 def pack_scale_rows(source: Rows, marlin: Rows, group_size: int, size_k: int) -> None:
-    """Permute scales: source [N, G] -> marlin [G, N]; size_k is the K the GEMM is called with (after padding)."""
+    """Permute scales: source [N, G] -> marlin [G, N]; size_k is the K the GEMM is called with (after
+    padding).
+    """
     order = scales.column_order(group_size, size_k)
     check_shapes(source, marlin, order.size)
     if order is scales.GROUPED and (wide := _in_fours(source, marlin)) is not None:
         scales.pack_scale_words(*wide)
     else:
-        scales.pack_scales(source.flat, source.base, source.stride, source.rows, source.cols, order, marlin.flat, marlin.base, marlin.stride)
+        scales.pack_scales(
+            source.flat,
+            source.base,
+            source.stride,
+            source.rows,
+            source.cols,
+            order,
+            marlin.flat,
+            marlin.base,
+            marlin.stride,
+        )
 
 
 def unpack_scale_rows(marlin: Rows, source: Rows, group_size: int, size_k: int) -> None:
     """Inverse of `pack_scale_rows`."""
     order = scales.column_order(group_size, size_k)
     check_shapes(source, marlin, order.size)
-    scales.unpack_scales(marlin.flat, marlin.base, marlin.stride, source.rows, source.cols, order, source.flat, source.base, source.stride)
+    scales.unpack_scales(
+        marlin.flat,
+        marlin.base,
+        marlin.stride,
+        source.rows,
+        source.cols,
+        order,
+        source.flat,
+        source.base,
+        source.stride,
+    )
 
 
 def wrong_scale(marlin: Rows, source: Rows, group_size: int, size_k: int) -> tuple[int, int] | None:
     """The (n, group) of the first scale at which the inverse of `marlin` is not `source`, or None."""
     order = scales.column_order(group_size, size_k)
     check_shapes(source, marlin, order.size)
-    if order is scales.GROUPED and (wide := _in_fours(source, marlin)) is not None and not scales.scale_words_differ(*wide):
+    if (
+        order is scales.GROUPED
+        and (wide := _in_fours(source, marlin)) is not None
+        and not scales.scale_words_differ(*wide)
+    ):
         return None
-    at = scales.first_wrong_scale(marlin.flat, marlin.base, marlin.stride, source.rows, source.cols, order, source.flat, source.base, source.stride)
+    at = scales.first_wrong_scale(
+        marlin.flat,
+        marlin.base,
+        marlin.stride,
+        source.rows,
+        source.cols,
+        order,
+        source.flat,
+        source.base,
+        source.stride,
+    )
     return None if at < 0 else (at // source.cols, at % source.cols)
 
 
-def _in_fours(source: Rows, marlin: Rows) -> tuple[npt.NDArray[np.uint64], int, int, int, int, npt.NDArray[np.uint64], int, int] | None:
+def _in_fours(
+    source: Rows, marlin: Rows
+) -> tuple[npt.NDArray[np.uint64], int, int, int, int, npt.NDArray[np.uint64], int, int] | None:
     """The arguments of the 64-bit way, where all of both sides falls on whole aligned words."""
-    if any(rows.base % 4 or rows.stride % 4 or rows.cols % 4 or rows.flat.ctypes.data % 8 for rows in (source, marlin)):
+    if any(
+        rows.base % 4 or rows.stride % 4 or rows.cols % 4 or rows.flat.ctypes.data % 8
+        for rows in (source, marlin)
+    ):
         return None
     s, m = source.in_words(), marlin.in_words()
     return s.flat, s.base, s.stride, s.rows, s.cols, m.flat, m.base, m.stride
 
 
 def check_shapes(source: Rows, marlin: Rows, unit: int) -> None:
-    """Raise ValueError unless `marlin` is the transpose of `source` in shape and the outputs come in multiples of `unit`."""
+    """Raise ValueError unless `marlin` is the transpose of `source` in shape and the outputs come in
+    multiples of `unit`.
+    """
     if source.rows % unit or (marlin.rows, marlin.cols) != (source.cols, source.rows):
         raise ValueError(
-            f"source of {source.rows} x {source.cols} needs a Marlin side of {source.cols} x {source.rows} and rows in multiples of {unit}, "
-            f"got {marlin.rows} x {marlin.cols}"
+            f"source of {source.rows} x {source.cols} needs a Marlin side of {source.cols} x {source.rows}"
+            f" and rows in multiples of {unit}, got {marlin.rows} x {marlin.cols}"
         )
 
 
 def pack_weight(packed: Int32, out: Int32 | None = None) -> Int32:
-    """`weight_packed` int32 [N, K/8] -> Marlin int32 [K/16, 2N]; N in multiples of 64, K of 16, else ValueError."""
+    """`weight_packed` int32 [N, K/8] -> Marlin int32 [K/16, 2N]; N in multiples of 64, K of 16, else
+    ValueError.
+    """
     n, k8 = packed.shape
     if k8 % 2:
         raise ValueError(f"K must be a multiple of {TILE_K}, got {k8 * 8}")

@@ -1,10 +1,12 @@
 """The Marlin MoE layout: how gate, up and down of an expert land in `w13` and `w2` of a rank.
 
-w13 has gate (w1) in the first half of its columns and up (w3) in the second; gate and up are cut along their outputs, down along its inputs.
-The kernel needs N % 128 == 0 and K % 64 == 0, so a slice of the intermediate size that is not a multiple of 64 is padded with zero words and
-zero scales, gate and up each on its own. (A zero word decodes to -8; the zero scale makes it harmless.)
+w13 has gate (w1) in the first half of its columns and up (w3) in the second; gate and up are cut along their
+outputs, down along its inputs. The kernel needs N % 128 == 0 and K % 64 == 0, so a slice of the intermediate
+size that is not a multiple of 64 is padded with zero words and zero scales, gate and up each on its own. (A
+zero word decodes to -8; the zero scale makes it harmless.)
 
-Shapes are needed for planning, where nothing is compiled: the compiled functions are imported where they are called.
+Shapes are needed for planning, where nothing is compiled: the compiled functions are imported where they are
+called.
 """
 
 from __future__ import annotations
@@ -35,15 +37,18 @@ class MarlinU4B8:
         if shape.hidden % KERNEL_N:
             return f"hidden size {shape.hidden} is not a multiple of {KERNEL_N}, which the kernel needs"
         if shape.intermediate % shape.moe_tp:
-            return f"the experts' intermediate size {shape.intermediate} is not divisible by moe_tp = {shape.moe_tp}"
+            return (
+                f"the experts' intermediate size {shape.intermediate} is not divisible by moe_tp ="
+                f" {shape.moe_tp}"
+            )
         if shape.group_size not in (32, 64, 128):
             return f"group size {shape.group_size} is not one the kernel has (32, 64, 128)"
         if shape.hidden % shape.group_size:
             return f"hidden size {shape.hidden} is not a multiple of the group size {shape.group_size}"
         if shape.local % shape.group_size:
             return (
-                f"a slice of {shape.local} of the experts' intermediate size {shape.intermediate} at moe_tp = {shape.moe_tp} "
-                f"would cut a group of {shape.group_size}"
+                f"a slice of {shape.local} of the experts' intermediate size {shape.intermediate} at moe_tp ="
+                f" {shape.moe_tp} would cut a group of {shape.group_size}"
             )
         return None
 
@@ -68,22 +73,53 @@ class MarlinU4B8:
         return f"{name}_weight_packed", f"{name}_weight_scale"
 
     def moves(self, shape: ExpertShape, slices: Sequence[Slice]) -> Moves:
-        """What brings slices of source matrices into w13 and w2; padded slices go through a copy with zeros."""
+        """What brings slices of source matrices into w13 and w2; padded slices go through a copy with
+        zeros.
+        """
         from marlin_convert.layout.moves import Moves as MarlinMoves
 
         word_pairs, scale_pairs = [], []
         for each in slices:
-            source, target = _slice(shape, each.projection, each.index, each.packed), _half(each.projection, each.words)
+            source, target = (
+                _slice(shape, each.projection, each.index, each.packed),
+                _half(each.projection, each.words),
+            )
             word_pairs.append((_padded(source, target), target))
-            source, target = _slice(shape, each.projection, each.index, each.scale), _half(each.projection, each.scales)
+            source, target = (
+                _slice(shape, each.projection, each.index, each.scale),
+                _half(each.projection, each.scales),
+            )
             scale_pairs.append((_padded(source, target), target))
-        return MarlinMoves(word_pairs, scale_pairs, shape.group_size, [self._size_k(shape, each.projection) for each in slices])
+        return MarlinMoves(
+            word_pairs,
+            scale_pairs,
+            shape.group_size,
+            [self._size_k(shape, each.projection) for each in slices],
+        )
 
-    def pack(self, shape: ExpertShape, projection: str, index: int, packed: Rows, scale: Rows, words: Rows, scales: Rows) -> None:
+    def pack(
+        self,
+        shape: ExpertShape,
+        projection: str,
+        index: int,
+        packed: Rows,
+        scale: Rows,
+        words: Rows,
+        scales: Rows,
+    ) -> None:
         """Fill slice `index` of a projection; see `Layout.pack`."""
         self.moves(shape, [Slice(projection, index, packed, scale, words, scales)]).pack()
 
-    def unpack(self, shape: ExpertShape, projection: str, index: int, words: Rows, scales: Rows, packed: Rows, scale: Rows) -> None:
+    def unpack(
+        self,
+        shape: ExpertShape,
+        projection: str,
+        index: int,
+        words: Rows,
+        scales: Rows,
+        packed: Rows,
+        scale: Rows,
+    ) -> None:
         """Write slice `index` of a source matrix back; see `Layout.unpack`."""
         from marlin_convert.layout import marlin
 
@@ -95,7 +131,16 @@ class MarlinU4B8:
             lambda target, source: marlin.unpack_scale_rows(target, source, shape.group_size, size_k),
         )
 
-    def mismatch(self, shape: ExpertShape, projection: str, index: int, packed: Rows, scale: Rows, words: Rows, scales: Rows) -> str | None:
+    def mismatch(
+        self,
+        shape: ExpertShape,
+        projection: str,
+        index: int,
+        packed: Rows,
+        scale: Rows,
+        words: Rows,
+        scales: Rows,
+    ) -> str | None:
         """Where the inverse differs from the source (padding included), in words; None where it does not."""
         wrong = self.moves(shape, [Slice(projection, index, packed, scale, words, scales)]).mismatch()
         return None if wrong is None else wrong[1]

@@ -1,4 +1,6 @@
-"""Many slices repacked, and checked, in one call of a compiled function: on a machine of many cores the interpreter would be in the way otherwise."""
+"""Many slices repacked, and checked, in one call of a compiled function: on a machine of many cores the
+interpreter would be in the way otherwise.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ Pair = tuple[Rows, Rows]
 #: which slice is wrong, and where
 Wrong = tuple[int, str]
 
-#: bytes of source that a row of a table spans at most (64 rows at least): with its Marlin side it stays in the second cache until it is checked
+#: bytes of source that a row of a table spans at most (64 rows at least): with its Marlin side it stays in
+#: the second cache until it is checked
 SPAN = 256 << 10
 
 
@@ -24,7 +27,8 @@ SPAN = 256 << 10
 class Moves:
     """Slices of words and of scales, and for each the K its GEMM is called with.
 
-    Where both sides of all slices lie in one buffer each (a batch of the pipeline), they go as one table; else one by one.
+    Where both sides of all slices lie in one buffer each (a batch of the pipeline), they go as one table;
+    else one by one.
     """
 
     word_pairs: Sequence[Pair]
@@ -33,7 +37,9 @@ class Moves:
     size_k: Sequence[int]
 
     def pack(self, check: bool = False) -> Wrong | None:
-        """Fill the Marlin sides. With `check` each is inverted and compared with its source, and the first that differs returned."""
+        """Fill the Marlin sides. With `check` each is inverted and compared with its source, and the first
+        that differs returned.
+        """
         table, at = _table(self.word_pairs, 1, marlin.TILE_N), -1
         if table is not None:
             at = words.pack_table(*table, check)
@@ -56,7 +62,13 @@ class Moves:
     def _wrong_words(self) -> Iterator[Wrong]:
         for i, (source, target) in enumerate(self.word_pairs):
             if (at := marlin.wrong_row(target, source)) is not None:
-                yield i, f"weight_packed differs at row {at[0]} of the slice, inputs {at[1]} to {at[1] + marlin.TILE_K - 1}"
+                yield (
+                    i,
+                    (
+                        f"weight_packed differs at row {at[0]} of the slice, inputs {at[1]} to"
+                        f" {at[1] + marlin.TILE_K - 1}"
+                    ),
+                )
 
     def _wrong_scales(self) -> Iterator[Wrong]:
         for i, ((source, target), size_k) in enumerate(zip(self.scale_pairs, self.size_k, strict=True)):
@@ -71,20 +83,25 @@ class Moves:
 
 
 def _judge(table: tuple[Flat, Flat, Table] | None, at: int, wrong: Iterator[Wrong]) -> Wrong | None:
-    """What a check came to: `at` is the row of the table that differed or -1; without a table, and to say where, the slices are gone through."""
+    """What a check came to: `at` is the row of the table that differed or -1; without a table, and to say
+    where, the slices are gone through.
+    """
     if table is None:
         return next(wrong, None)
     if at < 0:
         return None
-    return next(wrong, (int(table[2][at, 6]), "it differed when it was made and does not when it is read again"))
+    return next(
+        wrong, (int(table[2][at, 6]), "it differed when it was made and does not when it is read again")
+    )
 
 
 def _table(pairs: Sequence[Pair], per_word: int, unit: int) -> tuple[Flat, Flat, Table] | None:
-    """(source memory, Marlin memory, table) in 64-bit words of `per_word` elements, where all slices share both and fall on whole words, else None.
-    Shapes are checked as for single slices.
+    """(source memory, Marlin memory, table) in 64-bit words of `per_word` elements, where all slices share
+    both and fall on whole words, else None. Shapes are checked as for single slices.
 
-    A row is part of a slice, (s_base, s_stride, size_n, cols, m_base, m_stride, slice, -), and rows come in the order of the source: slices along the
-    inputs lie side by side in each line of it, so going through them one after the other would read the memory as often as there are ranks.
+    A row is part of a slice, (s_base, s_stride, size_n, cols, m_base, m_stride, slice, -), and rows come in
+    the order of the source: slices along the inputs lie side by side in each line of it, so going through
+    them one after the other would read the memory as often as there are ranks.
     """
     if not pairs:
         return None
@@ -96,7 +113,11 @@ def _table(pairs: Sequence[Pair], per_word: int, unit: int) -> tuple[Flat, Flat,
             return None
         marlin.check_shapes(source, target, unit)
     whole = np.array(
-        [(s.base, s.stride, s.cols, m.base, m.stride, m.cols, s.rows * per_word, i * per_word) for i, (s, m) in enumerate(pairs)], np.int64
+        [
+            (s.base, s.stride, s.cols, m.base, m.stride, m.cols, s.rows * per_word, i * per_word)
+            for i, (s, m) in enumerate(pairs)
+        ],
+        np.int64,
     )
     if (whole % per_word).any():
         return None
@@ -106,9 +127,11 @@ def _table(pairs: Sequence[Pair], per_word: int, unit: int) -> tuple[Flat, Flat,
 
 
 def _cut(whole: Table, unit: int) -> Table:
-    """Slices in parts of at most SPAN bytes of source and of whole `unit`s of rows, in the order of the source.
+    """Slices in parts of at most SPAN bytes of source and of whole `unit`s of rows, in the order of the
+    source.
 
-    The last column is how many words a slice has in each row of the Marlin side: outputs are rows of the source and columns there.
+    The last column is how many words a slice has in each row of the Marlin side: outputs are rows of the
+    source and columns there.
     """
     stride, rows = whole[:, 1], whole[:, 2]
     step = np.maximum(SPAN // (8 * stride) // unit * unit, unit)
@@ -126,7 +149,8 @@ def _cut(whole: Table, unit: int) -> Table:
 def require_all_once(whole: Table, table: Table) -> None:
     """Raise ValueError unless the parts are all of each slice and no two of them write to one place.
 
-    Parts are checked one by one, right after each is made, so a part that is missing, or that another one overwrites later, must not be possible.
+    Parts are checked one by one, right after each is made, so a part that is missing, or that another one
+    overwrites later, must not be possible.
     """
     if (np.bincount(table[:, 6], weights=table[:, 2], minlength=len(whole)) != whole[:, 2]).any():
         raise ValueError("the parts of a slice are not all of it")
@@ -139,6 +163,8 @@ def require_all_once(whole: Table, table: Table) -> None:
     alone = np.concatenate(([True], begin[1:] >= reach[:-1]))  # begins behind all that came before
     group = np.cumsum(alone) - 1
     first = begin[alone][group]
-    beside = alone | np.concatenate(([True], (begin[1:] >= begin[:-1] + width[:-1]) & (stride[1:] == stride[:-1])))
+    beside = alone | np.concatenate(
+        ([True], (begin[1:] >= begin[:-1] + width[:-1]) & (stride[1:] == stride[:-1]))
+    )
     if not beside.all() or (begin + width > first + stride).any():
         raise ValueError("two slices would be written to one place")

@@ -1,4 +1,6 @@
-"""What a layout is to the rest of the project: one object; another layout is another module, not an edit of the pipeline."""
+"""What a layout is to the rest of the project: one object; another layout is another module, not an edit of
+the pipeline.
+"""
 
 from __future__ import annotations
 
@@ -37,17 +39,25 @@ class ExpertShape:
 
     def matrix(self, projection: str) -> tuple[int, int]:
         """[out, in] of a projection in the source."""
-        return (self.hidden, self.intermediate) if projection == "down_proj" else (self.intermediate, self.hidden)
+        return (
+            (self.hidden, self.intermediate)
+            if projection == "down_proj"
+            else (self.intermediate, self.hidden)
+        )
 
     def axis(self, projection: str) -> int:
-        """The axis of the source matrix that is cut: gate and up along their outputs, down along its inputs."""
+        """The axis of the source matrix that is cut: gate and up along their outputs, down along its
+        inputs.
+        """
         return 1 if projection == "down_proj" else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Slice `index` of one projection of one expert: the whole source matrix (packed u64 [N, K/16], scale u16 [N, K/g]) and the expert's words and
-    scales in the stacked tensors (u64 [K/16, N total], u16 [K/g, N total])."""
+    """Slice `index` of one projection of one expert: the whole source matrix (packed u64 [N, K/16], scale u16
+    [N, K/g]) and the expert's words and scales in the stacked tensors (u64 [K/16, N total], u16 [K/g, N
+    total]).
+    """
 
     projection: str
     index: int
@@ -61,8 +71,9 @@ class Moves(Protocol):
     """A batch of slices on its way into the stacked tensors."""
 
     def pack(self, check: bool = False) -> tuple[int, str] | None:
-        """Fill the stacked side. With `check`, invert each piece and compare it with its source right after, and return the first slice that differs
-        and where; without, and where none differs, None."""
+        """Fill the stacked side. With `check`, invert each piece and compare it with its source right after,
+        and return the first slice that differs and where; without, and where none differs, None.
+        """
 
     def mismatch(self) -> tuple[int, str] | None:
         """The first slice whose inverse is not its source, and where it differs; None where there is none."""
@@ -100,11 +111,42 @@ class Layout(Protocol):
     def moves(self, shape: ExpertShape, slices: Sequence[Slice]) -> Moves:
         """What brings slices of source matrices into the stacked tensors, to be run and to be checked."""
 
-    def pack(self, shape: ExpertShape, projection: str, index: int, packed: Rows, scale: Rows, words: Rows, scales: Rows) -> None:
-        """Fill slice `index` from a whole source matrix: packed u64 [N, K/16] and scale u16 [N, K/g] -> words and scales of one expert."""
+    def pack(
+        self,
+        shape: ExpertShape,
+        projection: str,
+        index: int,
+        packed: Rows,
+        scale: Rows,
+        words: Rows,
+        scales: Rows,
+    ) -> None:
+        """Fill slice `index` from a whole source matrix: packed u64 [N, K/16] and scale u16 [N, K/g] -> words
+        and scales of one expert.
+        """
 
-    def unpack(self, shape: ExpertShape, projection: str, index: int, words: Rows, scales: Rows, packed: Rows, scale: Rows) -> None:
-        """Inverse of `pack`: writes slice `index` of the whole source matrix. ValueError where padding is not zero."""
+    def unpack(
+        self,
+        shape: ExpertShape,
+        projection: str,
+        index: int,
+        words: Rows,
+        scales: Rows,
+        packed: Rows,
+        scale: Rows,
+    ) -> None:
+        """Inverse of `pack`: writes slice `index` of the whole source matrix. ValueError where padding is not
+        zero.
+        """
 
-    def mismatch(self, shape: ExpertShape, projection: str, index: int, packed: Rows, scale: Rows, words: Rows, scales: Rows) -> str | None:
+    def mismatch(
+        self,
+        shape: ExpertShape,
+        projection: str,
+        index: int,
+        packed: Rows,
+        scale: Rows,
+        words: Rows,
+        scales: Rows,
+    ) -> str | None:
         """Where the inverse of words and scales differs from the source, in words; None where it does not."""

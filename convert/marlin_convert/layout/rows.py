@@ -1,4 +1,6 @@
-"""A matrix as rows in flat memory: what the compiled functions take, so that slices need neither copies nor new compilations."""
+"""A matrix as rows in flat memory: what the compiled functions take, so that slices need neither copies nor
+new compilations.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ import numpy.typing as npt
 class Rows(NamedTuple):
     """`rows` x `cols` elements of `flat`: element (r, c) is `flat[base + r * stride + c]`.
 
-    A compiled function sees a contiguous one-dimensional array whatever the slice, which is what lets LLVM use vector loads.
+    A compiled function sees a contiguous one-dimensional array whatever the slice, which is what lets LLVM
+    use vector loads.
     """
 
     flat: npt.NDArray[Any]
@@ -26,20 +29,30 @@ class Rows(NamedTuple):
 
         Raises ValueError for another shape or a column stride other than one element.
         """
-        if array.ndim != 2 or (array.shape[1] > 1 and array.strides[1] != array.itemsize) or array.strides[0] % array.itemsize:
-            raise ValueError(f"need a 2-D array with contiguous rows, got shape {array.shape} with strides {array.strides}")
+        if (
+            array.ndim != 2
+            or (array.shape[1] > 1 and array.strides[1] != array.itemsize)
+            or array.strides[0] % array.itemsize
+        ):
+            raise ValueError(
+                f"need a 2-D array with contiguous rows, got shape {array.shape} with strides {array.strides}"
+            )
         rows, cols = array.shape
         stride = array.strides[0] // array.itemsize if rows > 1 else cols
         if stride < cols:
             raise ValueError(f"need rows in ascending order, got strides {array.strides}")
         length = (rows - 1) * stride + cols if rows else 0
-        flat = np.lib.stride_tricks.as_strided(array, (length,), (array.itemsize,), writeable=array.flags.writeable)
+        flat = np.lib.stride_tricks.as_strided(
+            array, (length,), (array.itemsize,), writeable=array.flags.writeable
+        )
         return Rows(flat, 0, stride, rows, cols)
 
     def part(self, row: int, rows: int, col: int, cols: int) -> Rows:
         """The `rows` x `cols` block that begins at (`row`, `col`)."""
         if not (0 <= row and row + rows <= self.rows and 0 <= col and col + cols <= self.cols):
-            raise ValueError(f"block of {rows} x {cols} at ({row}, {col}) leaves a matrix of {self.rows} x {self.cols}")
+            raise ValueError(
+                f"block of {rows} x {cols} at ({row}, {col}) leaves a matrix of {self.rows} x {self.cols}"
+            )
         return Rows(self.flat, self.base + row * self.stride + col, self.stride, rows, cols)
 
     def in_words(self) -> Rows:
@@ -52,5 +65,8 @@ class Rows(NamedTuple):
         """The same memory as a 2-D numpy view."""
         size = self.flat.itemsize
         return np.lib.stride_tricks.as_strided(
-            self.flat[self.base :], (self.rows, self.cols), (self.stride * size, size), writeable=self.flat.flags.writeable
+            self.flat[self.base :],
+            (self.rows, self.cols),
+            (self.stride * size, size),
+            writeable=self.flat.flags.writeable,
         )

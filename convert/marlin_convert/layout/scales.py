@@ -1,10 +1,11 @@
 """Scales: `weight_scale` [N, G] <-> Marlin [G, N], columns permuted within runs of 64 (or 32).
 
-A thread of the kernel needs the scales of the 8 columns it holds; the permutation puts them side by side. Which of the two orders the kernel
-expects depends on `group_size < size_k`, with size_k the K that the GEMM is called with.
+A thread of the kernel needs the scales of the 8 columns it holds; the permutation puts them side by side.
+Which of the two orders the kernel expects depends on `group_size < size_k`, with size_k the K that the GEMM
+is called with.
 
-There are two ways to do the same: the general one, scale by scale, and for `GROUPED` with groups in fours one that moves four scales as a 64-bit word
-and transposes 4 x 4 of them by exchanges, several times as fast.
+There are two ways to do the same: the general one, scale by scale, and for `GROUPED` with groups in fours one
+that moves four scales as a 64-bit word and transposes 4 x 4 of them by exchanges, several times as fast.
 """
 
 from __future__ import annotations
@@ -33,8 +34,20 @@ def column_order(group_size: int, size_k: int) -> Order:
 
 
 @jit
-def pack_scales(source: Flat, s_base: int, s_stride: int, size_n: int, groups: int, order: Order, marlin: Flat, m_base: int, m_stride: int) -> None:
-    """Fill Marlin scales [groups, size_n] from `weight_scale` rows [size_n, groups]; size_n must be a multiple of len(order)."""
+def pack_scales(
+    source: Flat,
+    s_base: int,
+    s_stride: int,
+    size_n: int,
+    groups: int,
+    order: Order,
+    marlin: Flat,
+    m_base: int,
+    m_stride: int,
+) -> None:
+    """Fill Marlin scales [groups, size_n] from `weight_scale` rows [size_n, groups]; size_n must be a
+    multiple of len(order).
+    """
     width = order.size
     for run in range(0, size_n, width):
         for group in range(groups):
@@ -44,7 +57,17 @@ def pack_scales(source: Flat, s_base: int, s_stride: int, size_n: int, groups: i
 
 
 @jit
-def unpack_scales(marlin: Flat, m_base: int, m_stride: int, size_n: int, groups: int, order: Order, source: Flat, s_base: int, s_stride: int) -> None:
+def unpack_scales(
+    marlin: Flat,
+    m_base: int,
+    m_stride: int,
+    size_n: int,
+    groups: int,
+    order: Order,
+    source: Flat,
+    s_base: int,
+    s_stride: int,
+) -> None:
     """Inverse of `pack_scales`."""
     width = order.size
     for run in range(0, size_n, width):
@@ -56,9 +79,19 @@ def unpack_scales(marlin: Flat, m_base: int, m_stride: int, size_n: int, groups:
 
 @jit
 def first_wrong_scale(
-    marlin: Flat, m_base: int, m_stride: int, size_n: int, groups: int, order: Order, source: Flat, s_base: int, s_stride: int
+    marlin: Flat,
+    m_base: int,
+    m_stride: int,
+    size_n: int,
+    groups: int,
+    order: Order,
+    source: Flat,
+    s_base: int,
+    s_stride: int,
 ) -> int:
-    """Unpack and compare with `source`: -1 where all agree, else n * groups + group of a scale that differs."""
+    """Unpack and compare with `source`: -1 where all agree, else n * groups + group of a scale that
+    differs.
+    """
     width = order.size
     for run in range(0, size_n, width):
         for group in range(groups):
@@ -92,20 +125,35 @@ def _transpose(r0: Any, r1: Any, r2: Any, r3: Any) -> Any:
 
 
 @jit
-def pack_scale_words(source: Flat64, s_base: int, s_stride: int, size_n: int, quads: int, marlin: Flat64, m_base: int, m_stride: int) -> None:
-    """`pack_scales` in the order `GROUPED` on 64-bit words: source [size_n, quads] of 4 groups -> marlin [4 * quads, size_n / 4]."""
+def pack_scale_words(
+    source: Flat64,
+    s_base: int,
+    s_stride: int,
+    size_n: int,
+    quads: int,
+    marlin: Flat64,
+    m_base: int,
+    m_stride: int,
+) -> None:
+    """`pack_scales` in the order `GROUPED` on 64-bit words: source [size_n, quads] of 4 groups -> marlin [4 *
+    quads, size_n / 4].
+    """
     words = np.empty((64, RUN + 2), np.uint64)  # [group of the four * 16 + word of the row, quad]
     for run in range(0, size_n, 64):
         for first in range(0, quads, RUN):
             count = min(RUN, quads - first)
-            for q in range(16):  # columns 4q .. 4q + 3 of the run are the old columns i + 8j, j = 4 (q % 2) .. + 3
+            for q in range(
+                16
+            ):  # columns 4q .. 4q + 3 of the run are the old columns i + 8j, j = 4 (q % 2) .. + 3
                 row = s_base + (run + q // 2 + 32 * (q % 2)) * s_stride + first
                 r0 = source[row : row + count]
                 r1 = source[row + 8 * s_stride : row + 8 * s_stride + count]
                 r2 = source[row + 16 * s_stride : row + 16 * s_stride + count]
                 r3 = source[row + 24 * s_stride : row + 24 * s_stride + count]
                 for k in range(count):
-                    words[q, k], words[16 + q, k], words[32 + q, k], words[48 + q, k] = _transpose(r0[k], r1[k], r2[k], r3[k])
+                    words[q, k], words[16 + q, k], words[32 + q, k], words[48 + q, k] = _transpose(
+                        r0[k], r1[k], r2[k], r3[k]
+                    )
             for k in range(count):
                 for g in range(4):
                     at = m_base + (4 * (first + k) + g) * m_stride + run // 4
@@ -115,7 +163,16 @@ def pack_scale_words(source: Flat64, s_base: int, s_stride: int, size_n: int, qu
 
 
 @jit
-def scale_words_differ(source: Flat64, s_base: int, s_stride: int, size_n: int, quads: int, marlin: Flat64, m_base: int, m_stride: int) -> bool:
+def scale_words_differ(
+    source: Flat64,
+    s_base: int,
+    s_stride: int,
+    size_n: int,
+    quads: int,
+    marlin: Flat64,
+    m_base: int,
+    m_stride: int,
+) -> bool:
     """Whether the inverse of `pack_scale_words` gives something else than `source`."""
     words = np.empty((64, RUN + 2), np.uint64)
     differ = np.uint64(0)
@@ -135,17 +192,25 @@ def scale_words_differ(source: Flat64, s_base: int, s_stride: int, size_n: int, 
                 r2 = source[row + 16 * s_stride : row + 16 * s_stride + count]
                 r3 = source[row + 24 * s_stride : row + 24 * s_stride + count]
                 for k in range(count):
-                    c0, c1, c2, c3 = _transpose(words[q, k], words[16 + q, k], words[32 + q, k], words[48 + q, k])
+                    c0, c1, c2, c3 = _transpose(
+                        words[q, k], words[16 + q, k], words[32 + q, k], words[48 + q, k]
+                    )
                     differ |= (c0 ^ r0[k]) | (c1 ^ r1[k]) | (c2 ^ r2[k]) | (c3 ^ r3[k])
     return bool(differ != np.uint64(0))
 
 
 @jit
 def pack_scale_table(source: Flat64, marlin: Flat64, table: Table, check: bool) -> int:
-    """`pack_scale_words` for each row (s_base, s_stride, size_n, quads, m_base, m_stride, ...) of a table; else as `words.pack_table`."""
+    """`pack_scale_words` for each row (s_base, s_stride, size_n, quads, m_base, m_stride, ...) of a table;
+    else as `words.pack_table`.
+    """
     wrong = -1
     for i in range(table.shape[0]):
-        pack_scale_words(source, table[i, 0], table[i, 1], table[i, 2], table[i, 3], marlin, table[i, 4], table[i, 5])
-        if check and scale_words_differ(source, table[i, 0], table[i, 1], table[i, 2], table[i, 3], marlin, table[i, 4], table[i, 5]):
+        pack_scale_words(
+            source, table[i, 0], table[i, 1], table[i, 2], table[i, 3], marlin, table[i, 4], table[i, 5]
+        )
+        if check and scale_words_differ(
+            source, table[i, 0], table[i, 1], table[i, 2], table[i, 3], marlin, table[i, 4], table[i, 5]
+        ):
             wrong = i if wrong < 0 else wrong
     return wrong

@@ -1,16 +1,18 @@
 """The 4-bit Marlin words: `weight_packed` [N, K/8] <-> Marlin [K/16, 2N], and nothing else.
 
-A tile is 16 inputs (k) by 64 outputs (n). In the source, the 16 inputs of one output are 8 consecutive bytes, so a tile row is one
-64-bit word, and the whole repack is: take rows n and n+8, split nibbles, transpose bytes, store 16 words. With b0 = byte 8kt+j and
-b1 = byte 8kt+4+j of row n = 64 nt + 16 warp + col, and b2, b3 the same bytes of row n+8, the word [kt, 128 nt + 4 (4 col + j) + warp]
-has the bytes, lowest first,
+A tile is 16 inputs (k) by 64 outputs (n). In the source, the 16 inputs of one output are 8 consecutive bytes,
+so a tile row is one 64-bit word, and the whole repack is: take rows n and n+8, split nibbles, transpose
+bytes, store 16 words. With b0 = byte 8kt+j and b1 = byte 8kt+4+j of row n = 64 nt + 16 warp + col, and b2, b3
+the same bytes of row n+8, the word [kt, 128 nt + 4 (4 col + j) + warp] has the bytes, lowest first,
 
     lo(b0) | lo(b1)<<4,  lo(b2) | lo(b3)<<4,  hi(b0) | hi(b1)<<4,  hi(b2) | hi(b3)<<4
 
-Seen as 64-bit words, that is a butterfly: four rounds in which two words exchange fields of 32, 4, 8 and 16 bits, each round its own inverse.
+Seen as 64-bit words, that is a butterfly: four rounds in which two words exchange fields of 32, 4, 8 and 16
+bits, each round its own inverse.
 
-This restates the tile and nibble order that the kernels `gptq_marlin_repack` and `moe_wna16_marlin_gemm` use; it is bit-exact against
-the real op. The arithmetic is on 64-bit words over a run of k-tiles, so that LLVM makes vector code of it.
+This restates the tile and nibble order that the kernels `gptq_marlin_repack` and `moe_wna16_marlin_gemm` use;
+it is bit-exact against the real op. The arithmetic is on 64-bit words over a run of k-tiles, so that LLVM
+makes vector code of it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from marlin_convert.layout.jit import inline, jit
 Flat = npt.NDArray[np.uint64]
 Table = npt.NDArray[np.int64]
 
-#: k-tiles handled together: a whole row of K2.6 (7168 inputs), read as one stream; the block of words in between (230 KB) stays in the second cache
+#: k-tiles handled together: a whole row of K2.6 (7168 inputs), read as one stream; the block of words in
+#: between (230 KB) stays in the second cache
 RUN = 448
 
 _NIBBLES = np.uint64(0x0F0F0F0F0F0F0F0F)
@@ -37,15 +40,21 @@ _4, _8, _16, _32 = (np.uint64(n) for n in (4, 8, 16, 32))
 
 @inline
 def swap(a: Any, b: Any, mask: Any, width: Any) -> Any:
-    """Transpose 2 x 2 blocks of `width` bits: the high field of each pair in `a` changes places with the low field in `b`. Its own inverse."""
+    """Transpose 2 x 2 blocks of `width` bits: the high field of each pair in `a` changes places with the low
+    field in `b`. Its own inverse.
+    """
     return (a & mask) | ((b & mask) << width), ((a >> width) & mask) | (b & ~mask)
 
 
 @inline
 def _mix(n0: Any, n8: Any, n16: Any, n24: Any) -> Any:
-    """Rows n, n+8 (a warp) and n+16, n+24 (the next) of one k-tile -> the words j = 0..3, the next warp's in the high 32 bits."""
+    """Rows n, n+8 (a warp) and n+16, n+24 (the next) of one k-tile -> the words j = 0..3, the next warp's in
+    the high 32 bits.
+    """
     n0, n16 = swap(n0, n16, _WORDS, _32)  # bytes 0..3 of both warps, bytes 4..7 of both
-    low, high = swap(n0, n16, _NIBBLES, _4)  # lo(b0)|lo(b1)<<4 and hi(b0)|hi(b1)<<4, for j = 0..3 and both warps
+    low, high = swap(
+        n0, n16, _NIBBLES, _4
+    )  # lo(b0)|lo(b1)<<4 and hi(b0)|hi(b1)<<4, for j = 0..3 and both warps
     n8, n24 = swap(n8, n24, _WORDS, _32)
     low8, high8 = swap(n8, n24, _NIBBLES, _4)
     low_even, low_odd = swap(low, low8, _BYTES, _8)  # row n beside row n+8; even j, odd j
@@ -71,7 +80,9 @@ def _unmix(j0: Any, j1: Any, j2: Any, j3: Any) -> Any:
 
 @inline
 def _block_to_words(source: Any, base: int, stride: int, run: int, words: Any) -> None:
-    """64 source rows by `run` k-tiles at source[base] -> words[i, k]: the i-th pair of Marlin words (of 64) of k-tile k."""
+    """64 source rows by `run` k-tiles at source[base] -> words[i, k]: the i-th pair of Marlin words (of 64)
+    of k-tile k.
+    """
     for col in range(8):
         for half in range(2):  # warps 2*half and 2*half + 1 share a 64-bit word
             row = base + (32 * half + col) * stride
@@ -81,7 +92,9 @@ def _block_to_words(source: Any, base: int, stride: int, run: int, words: Any) -
             n24 = source[row + 24 * stride : row + 24 * stride + run]
             i = 8 * col + half
             for k in range(run):
-                words[i, k], words[i + 2, k], words[i + 4, k], words[i + 6, k] = _mix(n0[k], n8[k], n16[k], n24[k])
+                words[i, k], words[i + 2, k], words[i + 4, k], words[i + 6, k] = _mix(
+                    n0[k], n8[k], n16[k], n24[k]
+                )
 
 
 @inline
@@ -96,7 +109,9 @@ def _words_to_block(words: Any, run: int, source: Any, base: int, stride: int) -
             n24 = source[row + 24 * stride : row + 24 * stride + run]
             i = 8 * col + half
             for k in range(run):
-                n0[k], n8[k], n16[k], n24[k] = _unmix(words[i, k], words[i + 2, k], words[i + 4, k], words[i + 6, k])
+                n0[k], n8[k], n16[k], n24[k] = _unmix(
+                    words[i, k], words[i + 2, k], words[i + 4, k], words[i + 6, k]
+                )
 
 
 @inline
@@ -109,8 +124,18 @@ def _load_words(marlin: Any, base: int, stride: int, run: int, words: Any) -> No
 
 
 @jit
-def pack_words(source: Flat, s_base: int, s_stride: int, size_n: int, k_tiles: int, marlin: Flat, m_base: int, m_stride: int) -> None:
-    """Fill Marlin words (uint64 pairs, [k_tiles, size_n]) from `weight_packed` rows (uint64, [size_n, k_tiles]).
+def pack_words(
+    source: Flat,
+    s_base: int,
+    s_stride: int,
+    size_n: int,
+    k_tiles: int,
+    marlin: Flat,
+    m_base: int,
+    m_stride: int,
+) -> None:
+    """Fill Marlin words (uint64 pairs, [k_tiles, size_n]) from `weight_packed` rows (uint64, [size_n,
+    k_tiles]).
 
     size_n must be a multiple of 64; source and destination must not overlap.
     """
@@ -127,7 +152,16 @@ def pack_words(source: Flat, s_base: int, s_stride: int, size_n: int, k_tiles: i
 
 
 @jit
-def unpack_words(marlin: Flat, m_base: int, m_stride: int, size_n: int, k_tiles: int, source: Flat, s_base: int, s_stride: int) -> None:
+def unpack_words(
+    marlin: Flat,
+    m_base: int,
+    m_stride: int,
+    size_n: int,
+    k_tiles: int,
+    source: Flat,
+    s_base: int,
+    s_stride: int,
+) -> None:
     """Inverse of `pack_words`."""
     words = np.empty((64, RUN + 2), np.uint64)
     for block in range(0, size_n, 64):
@@ -156,8 +190,19 @@ def _block_differs(words: Any, source: Any, base: int, stride: int, run: int) ->
 
 
 @jit
-def first_wrong_word(marlin: Flat, m_base: int, m_stride: int, size_n: int, k_tiles: int, source: Flat, s_base: int, s_stride: int) -> int:
-    """Unpack and compare with `source`: -1 where all agree, else n * k_tiles + kt of a row word that differs."""
+def first_wrong_word(
+    marlin: Flat,
+    m_base: int,
+    m_stride: int,
+    size_n: int,
+    k_tiles: int,
+    source: Flat,
+    s_base: int,
+    s_stride: int,
+) -> int:
+    """Unpack and compare with `source`: -1 where all agree, else n * k_tiles + kt of a row word that
+    differs.
+    """
     words = np.empty((64, RUN + 2), np.uint64)
     for block in range(0, size_n, 64):
         for first in range(0, k_tiles, RUN):
@@ -171,20 +216,31 @@ def first_wrong_word(marlin: Flat, m_base: int, m_stride: int, size_n: int, k_ti
                     for k in range(run):
                         if source[base + n * s_stride + k] != rows[n * run + k]:
                             return (block + n) * k_tiles + first + k
-                return block * k_tiles + first  # it differed and does not when it is read again: memory that errs
+                return (
+                    block * k_tiles + first
+                )  # it differed and does not when it is read again: memory that errs
     return -1
 
 
 @jit
 def pack_table(source: Flat, marlin: Flat, table: Table, check: bool) -> int:
-    """`pack_words` for each row (s_base, s_stride, size_n, k_tiles, m_base, m_stride, ...) of an int64 table: one call for many slices.
+    """`pack_words` for each row (s_base, s_stride, size_n, k_tiles, m_base, m_stride, ...) of an int64 table:
+    one call for many slices.
 
-    With `check`, each row of the table is unpacked and compared with its source right after, while all of it is in the cache. Returns the first row
-    that differs, or -1.
+    With `check`, each row of the table is unpacked and compared with its source right after, while all of it
+    is in the cache. Returns the first row that differs, or -1.
     """
     wrong = -1
     for i in range(table.shape[0]):
-        pack_words(source, table[i, 0], table[i, 1], table[i, 2], table[i, 3], marlin, table[i, 4], table[i, 5])
-        if check and first_wrong_word(marlin, table[i, 4], table[i, 5], table[i, 2], table[i, 3], source, table[i, 0], table[i, 1]) >= 0:
+        pack_words(
+            source, table[i, 0], table[i, 1], table[i, 2], table[i, 3], marlin, table[i, 4], table[i, 5]
+        )
+        if (
+            check
+            and first_wrong_word(
+                marlin, table[i, 4], table[i, 5], table[i, 2], table[i, 3], source, table[i, 0], table[i, 1]
+            )
+            >= 0
+        ):
             wrong = i if wrong < 0 else wrong
     return wrong

@@ -1,4 +1,6 @@
-"""May a conversion be written here? What OUT holds is compared with what is asked for; nothing is changed unless the answer is yes."""
+"""May a conversion be written here? What OUT holds is compared with what is asked for; nothing is changed
+unless the answer is yes.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ KEPT = "source/digests.bin"
 
 
 def refuse_foreign(out: Path, source: Source, overwrite: bool) -> None:
-    """Raise UsageError for an OUT that is the source, lies in it, is no folder, or holds something that is not a conversion."""
+    """Raise UsageError for an OUT that is the source, lies in it, is no folder, or holds something that is
+    not a conversion.
+    """
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out} is not a folder")
     here, there = out.resolve(), None if source.folder is None else source.folder.resolve()
@@ -38,7 +42,9 @@ def refuse_foreign(out: Path, source: Source, overwrite: bool) -> None:
         if not (out / "source" / "headers").is_dir():
             raise UsageError(f"{out} is not empty and is not a conversion; choose an empty folder")
         if not overwrite:
-            raise UsageError(f"{out} holds files of a conversion but no manifest.json; use --overwrite to make it again")
+            raise UsageError(
+                f"{out} holds files of a conversion but no manifest.json; use --overwrite to make it again"
+            )
 
 
 def is_ours(out: Path) -> bool:
@@ -53,35 +59,53 @@ def is_ours(out: Path) -> bool:
 
 
 def job_options(plan: OutputPlan, verify: str) -> dict[str, Any]:
-    """What must be the same for a run to continue another. Threads, memory and the way of I/O do not matter: they change no byte."""
+    """What must be the same for a run to continue another. Threads, memory and the way of I/O do not matter:
+    they change no byte.
+    """
     return {
-        "format_version": FORMAT_VERSION, "layout": plan.layout.id, "rules": rules_digest(), "tp": plan.topology.tp, "ep": plan.topology.ep,
-        "ranks": list(plan.ranks), "layers": list(plan.layers), "complete": plan.complete, "verify": verify,
-    }  # fmt: skip
+        "format_version": FORMAT_VERSION,
+        "layout": plan.layout.id,
+        "rules": rules_digest(),
+        "tp": plan.topology.tp,
+        "ep": plan.topology.ep,
+        "ranks": list(plan.ranks),
+        "layers": list(plan.layers),
+        "complete": plan.complete,
+        "verify": verify,
+    }
 
 
-def begin_or_continue(work: WorkFolder, identity: SourceIdentity, options: dict[str, Any], stamps: Mapping[str, list[int]]) -> None:
-    """Begin a job in OUT, or see that the one begun there is this one. Raises UsageError for other options, SourceError for another source."""
+def begin_or_continue(
+    work: WorkFolder, identity: SourceIdentity, options: dict[str, Any], stamps: Mapping[str, list[int]]
+) -> None:
+    """Begin a job in OUT, or see that the one begun there is this one. Raises UsageError for other options,
+    SourceError for another source.
+    """
     job = work.job()
     if job is None:
         work.begin({"options": options, "identity": identity.as_json(), "stamps": dict(stamps)})
         return
     compare_options(work.out, job["options"], options)
     if (difference := identity_from_json(job["identity"]).continued_by(identity)) is not None:
-        raise SourceError(f"{work.out} was begun from another source: {difference}; use another OUT, or --overwrite to start again")
+        raise SourceError(
+            f"{work.out} was begun from another source: {difference}; use another OUT, or --overwrite to"
+            " start again"
+        )
     touched = [name for name, stamp in stamps.items() if job["stamps"].get(name) != stamp]
     known = (work.out / KEPT).exists()  # then the digest of every tensor is compared
     if touched and (known or not work.any_finished()):
         work.begin({"options": options, "identity": identity.as_json(), "stamps": dict(stamps)})
     elif touched:
         raise SourceError(
-            f"{touched[0]} was written again after {work.out} was begun, and a sample cannot prove that all of it is the same; "
-            "use --overwrite to start again"
+            f"{touched[0]} was written again after {work.out} was begun, and a sample cannot prove that all"
+            " of it is the same; use --overwrite to start again"
         )
 
 
 def kept_digests(out: Path, source: Source) -> dict[str, tuple[bytes, str]]:
-    """Digest and file of each source tensor, as OUT keeps them from when it was finished: what is made again must come of the same bytes."""
+    """Digest and file of each source tensor, as OUT keeps them from when it was finished: what is made again
+    must come of the same bytes.
+    """
     try:
         blob = (out / KEPT).read_bytes()
     except FileNotFoundError:
@@ -95,41 +119,68 @@ def compare_options(out: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any
     for key, value in ours.items():
         if theirs.get(key) != value:
             found, wanted = (_short(options.get(key)) for options in (theirs, ours))
-            raise UsageError(f"{out} was made with {key} {found}, now asked for {wanted}; use another OUT, or --overwrite to start again")
+            raise UsageError(
+                f"{out} was made with {key} {found}, now asked for {wanted}; use another OUT, or --overwrite"
+                " to start again"
+            )
 
 
 def manifest_options(manifest: Manifest) -> dict[str, Any]:
     """The options of a finished conversion, as `job_options` has them."""
     return {
-        "format_version": manifest.document["format_version"], "layout": manifest.layout_id, "rules": manifest.document["parallel"]["rules"],
-        "tp": manifest.tp, "ep": manifest.ep, "ranks": list(manifest.ranks), "layers": list(manifest.layers), "complete": manifest.complete,
+        "format_version": manifest.document["format_version"],
+        "layout": manifest.layout_id,
+        "rules": manifest.document["parallel"]["rules"],
+        "tp": manifest.tp,
+        "ep": manifest.ep,
+        "ranks": list(manifest.ranks),
+        "layers": list(manifest.layers),
+        "complete": manifest.complete,
         "verify": manifest.checks,
-    }  # fmt: skip
+    }
 
 
-def compare_finished(out: Path, manifest: Manifest, identity: SourceIdentity, options: Mapping[str, Any]) -> None:
+def compare_finished(
+    out: Path, manifest: Manifest, identity: SourceIdentity, options: Mapping[str, Any]
+) -> None:
     """See that a finished OUT is what is asked for. Raises UsageError or SourceError."""
     made, asked = manifest_options(manifest), dict(options)
     if CHECKS.index(made["verify"]) >= CHECKS.index(asked["verify"]):
         asked["verify"] = made["verify"]  # proven more than is asked for
     elif made | {"verify": asked["verify"]} == asked:
         flag = " --kernel" if asked["verify"] == "kernel" else ""
-        raise UsageError(f"{out} is finished, made with --verify {made['verify']}; prove it with `marlin-convert verify {out}{flag}`")
+        raise UsageError(
+            f"{out} is finished, made with --verify {made['verify']}; prove it with `marlin-convert verify"
+            f" {out}{flag}`"
+        )
     compare_options(out, made, asked)
     if (difference := identity_from_json(manifest.document["source"]).continued_by(identity)) is not None:
-        raise SourceError(f"{out} was made from another source: {difference}; use another OUT, or --overwrite to start again")
+        raise SourceError(
+            f"{out} was made from another source: {difference}; use another OUT, or --overwrite to start"
+            " again"
+        )
 
 
-def refuse_full_disk(out: Path, plan: OutputPlan, records: Mapping[str, FinishedUnit], place: Path, room: int) -> None:
-    """Raise MachineError before anything is written where the disk cannot hold what is left to write, and `room` for source files at `place`."""
-    needed = SMALL_FILES + sum(unit.file_size * len(unit.ranks) for unit in plan.units if unit.name not in records)
+def refuse_full_disk(
+    out: Path, plan: OutputPlan, records: Mapping[str, FinishedUnit], place: Path, room: int
+) -> None:
+    """Raise MachineError before anything is written where the disk cannot hold what is left to write, and
+    `room` for source files at `place`.
+    """
+    needed = SMALL_FILES + sum(
+        unit.file_size * len(unit.ranks) for unit in plan.units if unit.name not in records
+    )
     place = existing(place)
     together = place.stat().st_dev == out.stat().st_dev
     for folder, size in [(out, needed + (room if together else 0)), *([] if together else [(place, room)])]:
         free = shutil.disk_usage(folder).free
         if free < size:
             files = f", {_bytes(room)} of it source files," if room and (together or folder is place) else ""
-            hint = "" if place.samefile(out) or not room else "use --free-source to keep only a few source files at a time, or "
+            hint = (
+                ""
+                if place.samefile(out) or not room
+                else "use --free-source to keep only a few source files at a time, or "
+            )
             raise MachineError(
                 f"{folder}: {_bytes(size)}{files} are still to be written but only {_bytes(free)} are free; "
                 f"{hint}free some space, then run the same command again to continue"

@@ -13,8 +13,9 @@ from marlin_convert.pipeline.tensor_job import tensor_jobs
 from marlin_convert.pipeline.unit_work import UnitWork
 from marlin_convert.planning.output import OutputPlan
 
-#: experts of a batch at most. At tp 8 of K2.6 that gives writes of 3.5, 0.4, 1.75 and 0.2 MiB; with 8, a layer has so few jobs that all threads read
-#: together and then write together, and 96 experts took a quarter longer
+#: experts of a batch at most. At tp 8 of K2.6 that gives writes of 3.5, 0.4, 1.75 and 0.2 MiB; with 8, a
+#: layer has so few jobs that all threads read together and then write together, and 96 experts took a quarter
+#: longer
 BATCH = 2
 DEFAULT_MEMORY = 1536 << 20
 MEMORY_PER_THREAD = 128 << 20
@@ -30,7 +31,9 @@ class Budget:
 
 
 def choose_budget(plan: OutputPlan, source: Source, threads: int | None, memory: int | None) -> Budget:
-    """The largest batch for which every thread has room. Raises UsageError where not even one job fits, naming the least that works."""
+    """The largest batch for which every thread has room. Raises UsageError where not even one job fits,
+    naming the least that works.
+    """
     # one thread more than cores: some of them wait for the disk
     threads = threads or (os.cpu_count() or 1) + 1
     if memory is None:
@@ -38,7 +41,10 @@ def choose_budget(plan: OutputPlan, source: Source, threads: int | None, memory:
         memory = min(memory, max(_physical_memory() // 2, 256 << 20))
     least = _need(plan, source, 1)
     if memory < least:
-        raise UsageError(f"--memory {memory} is too little: the smallest that works is {-(-least >> 20)}MiB, for the largest single step")
+        raise UsageError(
+            f"--memory {memory} is too little: the smallest that works is {-(-least >> 20)}MiB, for the"
+            " largest single step"
+        )
     batch = BATCH
     while batch > 1 and _need(plan, source, batch) * threads > memory:
         batch //= 2

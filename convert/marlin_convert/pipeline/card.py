@@ -16,29 +16,64 @@ CARRIED = re.compile(r"(license|license_name|license_link)[ \t]*:[ \t]*(\S.*?)[ 
 
 LOADING = """## Load it
 
-Rank R of the engine maps the files of its own folder, `rank-RR-of-NN/`; nothing is cut, permuted or repacked any more.
+Rank R of the engine maps the files of its own folder, `rank-RR-of-NN/`; nothing is cut, permuted or repacked \
+any more.
 
     from marlin_convert import open_shards
 
     shards = open_shards(FOLDER, rank=0)  # names, dtypes, and arrays that are mapped from the files
 
-Any safetensors reader opens the files as well. The format is described in schemas/README.md of marlin-convert.
+Any safetensors reader opens the files as well. The format is described in schemas/README.md of \
+marlin-convert.
 
-`marlin-convert verify FOLDER` compares every byte with the digests in `manifest.json`, and inverts the layout to the digests of the
+`marlin-convert verify FOLDER` compares every byte with the digests in `manifest.json`, and inverts the \
+layout to the digests of the
 published tensors."""
 
 
-def model_card(source: Source, identity: SourceIdentity, plan: OutputPlan, checks: str, files: Sequence[Mapping[str, Any]]) -> bytes:
+def model_card(
+    source: Source,
+    identity: SourceIdentity,
+    plan: OutputPlan,
+    checks: str,
+    files: Sequence[Mapping[str, Any]],
+) -> bytes:
     """The card. `files` are the documents beside the shards, as the manifest lists them."""
     unproven = " on purpose; it was not checked while converting: run `marlin-convert verify`."
-    proof = ": each tensor was inverted and compared with the source before it was written." if checks != "none" else unproven
-    return "\n".join([
-        "---", *_front_matter(source, identity), "---", "",
-        f"# {_title(identity)} for {plan.topology.tp} GPUs, Marlin layout", "",
-        f"Made by marlin-convert from {_origin(identity)}: the same weights, cut for {_parallel(plan)} and put in the order in which the Marlin",
-        f"MoE kernel reads them (`{plan.layout.id}`, 4 bit, group {plan.shape.group_size}). No value was changed{proof}",
-        "", LOADING, "", "## What is in it", "", *_sizes(source, plan), "", "## Digests", "", *_digests(identity, files), "",
-    ]).encode()  # fmt: skip
+    proof = (
+        ": each tensor was inverted and compared with the source before it was written."
+        if checks != "none"
+        else unproven
+    )
+    return "\n".join(
+        [
+            "---",
+            *_front_matter(source, identity),
+            "---",
+            "",
+            f"# {_title(identity)} for {plan.topology.tp} GPUs, Marlin layout",
+            "",
+            (
+                f"Made by marlin-convert from {_origin(identity)}: the same weights, cut for"
+                f" {_parallel(plan)} and put in the order in which the Marlin"
+            ),
+            (
+                f"MoE kernel reads them (`{plan.layout.id}`, 4 bit, group {plan.shape.group_size}). No value"
+                f" was changed{proof}"
+            ),
+            "",
+            LOADING,
+            "",
+            "## What is in it",
+            "",
+            *_sizes(source, plan),
+            "",
+            "## Digests",
+            "",
+            *_digests(identity, files),
+            "",
+        ]
+    ).encode()
 
 
 def _front_matter(source: Source, identity: SourceIdentity) -> list[str]:
@@ -55,7 +90,11 @@ def carried_lines(readme: bytes) -> list[str]:
     match = re.match(r"---\n(.*?)\n---(?:\n|$)", text, re.DOTALL)
     if match is None:
         return []
-    return [f"{found[1]}: {found[2]}" for line in match[1].split("\n") if (found := CARRIED.fullmatch(line)) is not None]
+    return [
+        f"{found[1]}: {found[2]}"
+        for line in match[1].split("\n")
+        if (found := CARRIED.fullmatch(line)) is not None
+    ]
 
 
 def _title(identity: SourceIdentity) -> str:
@@ -69,7 +108,11 @@ def _origin(identity: SourceIdentity) -> str:
 
 
 def _parallel(plan: OutputPlan) -> str:
-    experts = f", its experts over {plan.topology.ep} groups (ep {plan.topology.ep})" if plan.topology.ep > 1 else ""
+    experts = (
+        f", its experts over {plan.topology.ep} groups (ep {plan.topology.ep})"
+        if plan.topology.ep > 1
+        else ""
+    )
     return f"tp {plan.topology.tp}{experts}"
 
 
@@ -90,8 +133,14 @@ def _digests(identity: SourceIdentity, files: Sequence[Mapping[str, Any]]) -> li
     """Few enough to read; manifest.json has all of them."""
     own = {str(file["path"]): str(file["digest"]) for file in files}
     lines = [
-        f"Source id `{identity.id}`. xxh3-128 of the published `config.json`: `{identity.config}`; of `digests.bin` (the experts):",
-        f"`{own['digests.bin']}`; of `source/digests.bin` (the published tensors): `{own['source/digests.bin']}`.",
+        (
+            f"Source id `{identity.id}`. xxh3-128 of the published `config.json`: `{identity.config}`; of"
+            " `digests.bin` (the experts):"
+        ),
+        (
+            f"`{own['digests.bin']}`; of `source/digests.bin` (the published tensors):"
+            f" `{own['source/digests.bin']}`."
+        ),
     ]
     if identity.from_hub:
         lines += ["", "| published file | bytes | sha256 |", "|---|---:|---|"]

@@ -23,13 +23,16 @@ OWN = ("manifest.json", "provenance.json", "digests.bin", "config.json", "README
 def clear_output(out: Path, copied: Iterable[str]) -> None:
     """Remove a conversion, manifest first, so that at no time a manifest stands for files that are gone.
 
-    `copied` are the names of the small files that a conversion of this source copies. Raises UsageError, having removed nothing, where OUT
-    holds files that no conversion wrote.
+    `copied` are the names of the small files that a conversion of this source copies. Raises UsageError,
+    having removed nothing, where OUT holds files that no conversion wrote.
     """
     known = {*OWN, *copied, *_listed(out)}
     foreign = [path for path in _files(out) if str(path) not in known and not _own_form(path)]
     if foreign:
-        raise UsageError(f"{out} holds {len(foreign)} files that are not of a conversion, such as {foreign[0]}; move them away, then use --overwrite")
+        raise UsageError(
+            f"{out} holds {len(foreign)} files that are not of a conversion, such as {foreign[0]}; move them"
+            " away, then use --overwrite"
+        )
     (out / WORK).mkdir(exist_ok=True)  # marks the folder as ours until the new run has begun
     if (out / "manifest.json").exists():
         (out / "manifest.json").unlink()
@@ -37,14 +40,18 @@ def clear_output(out: Path, copied: Iterable[str]) -> None:
     for path in _files(out):
         if path.parts[0] != WORK:
             (out / path).unlink()
-    for folder in sorted((path for path in out.rglob("*") if path.is_dir() and path.name != WORK), reverse=True):
+    for folder in sorted(
+        (path for path in out.rglob("*") if path.is_dir() and path.name != WORK), reverse=True
+    ):
         if WORK not in folder.relative_to(out).parts:
             folder.rmdir()
     shutil.rmtree(out / WORK)
 
 
 def _files(out: Path) -> Iterator[Path]:
-    return (path.relative_to(out) for path in sorted(out.rglob("*")) if not path.is_dir() or path.is_symlink())
+    return (
+        path.relative_to(out) for path in sorted(out.rglob("*")) if not path.is_dir() or path.is_symlink()
+    )
 
 
 def _listed(out: Path) -> set[str]:
@@ -66,8 +73,12 @@ def _own_form(path: Path) -> bool:
 
 
 def has_lost_files(out: Path, manifest: Manifest) -> bool:
-    """Whether a finished OUT lacks a file, or has one of another size. What is in the files is for `verify` to say."""
-    sizes = {shard.path: shard.size for shard in manifest.shards} | {file.path: file.size for file in manifest.files}
+    """Whether a finished OUT lacks a file, or has one of another size. What is in the files is for `verify`
+    to say.
+    """
+    sizes = {shard.path: shard.size for shard in manifest.shards} | {
+        file.path: file.size for file in manifest.files
+    }
     return not all(_is_there(out, path, size) for path, size in sizes.items())
 
 
@@ -76,26 +87,44 @@ def _is_there(out: Path, path: str, size: int) -> bool:
 
 
 def reopen(out: Path, plan: OutputPlan, manifest: Manifest, work: WorkFolder) -> None:
-    """Turn a finished OUT that has lost files into one that is being made: records for its units, and no manifest.
+    """Turn a finished OUT that has lost files into one that is being made: records for its units, and no
+    manifest.
 
-    A unit that has lost a file gets none, and is made anew. Raises OutputError where what is kept of the source is gone or damaged too.
+    A unit that has lost a file gets none, and is made anew. Raises OutputError where what is kept of the
+    source is gone or damaged too.
     """
     kept = read_kept_source(out, manifest)
     blob, kept_blob = (sound_bytes(out, manifest, name) for name in ("digests.bin", "source/digests.bin"))
     if not (blob and kept_blob):
         name = "digests.bin" if not blob else "source/digests.bin"
-        raise OutputError(f"{out}/{name} is damaged or missing, so what is left cannot be reused; start again with --overwrite")
+        raise OutputError(
+            f"{out}/{name} is damaged or missing, so what is left cannot be reused; start again with"
+            " --overwrite"
+        )
     planned = {unit.name for unit in plan.units}
     lost = {shard.unit for shard in manifest.shards if not _is_there(out, shard.path, shard.size)}
     for unit in manifest.units:
         if unit.name in planned - lost:
-            work.record(_record(unit, [shard for shard in manifest.shards if shard.unit == unit.name], kept.digests, blob, plan.experts))
+            work.record(
+                _record(
+                    unit,
+                    [shard for shard in manifest.shards if shard.unit == unit.name],
+                    kept.digests,
+                    blob,
+                    plan.experts,
+                )
+            )
     (out / "manifest.json").unlink()
     sync_folder(out)
 
 
-def _record(unit: UnitInfo, shards: list[Shard], digests: dict[str, bytes], blob: bytes, experts: int) -> FinishedUnit:
-    files = tuple(FinishedFile(shard.rank, shard.size, shard.header, {t.name: t.digest for t in shard.tensors}) for shard in shards)
+def _record(
+    unit: UnitInfo, shards: list[Shard], digests: dict[str, bytes], blob: bytes, experts: int
+) -> FinishedUnit:
+    files = tuple(
+        FinishedFile(shard.rank, shard.size, shard.header, {t.name: t.digest for t in shard.tensors})
+        for shard in shards
+    )
     stacked = {
         (shard.rank, tensor.name): blob[tensor.experts : tensor.experts + 16 * tensor.shape[0]]
         for shard in shards
@@ -103,5 +132,14 @@ def _record(unit: UnitInfo, shards: list[Shard], digests: dict[str, bytes], blob
         if tensor.experts is not None
     }
     patterns = [source for origin in unit.tensors for source in origin.sources] + list(unit.checked)
-    names = [pattern.replace("{expert}", str(e)) for pattern in patterns for e in (range(experts) if "{expert}" in pattern else (0,))]
-    return FinishedUnit(unit.name, files, stacked, {name: digests[name] for name in names if digests.get(name, ZEROS) != ZEROS})
+    names = [
+        pattern.replace("{expert}", str(e))
+        for pattern in patterns
+        for e in (range(experts) if "{expert}" in pattern else (0,))
+    ]
+    return FinishedUnit(
+        unit.name,
+        files,
+        stacked,
+        {name: digests[name] for name in names if digests.get(name, ZEROS) != ZEROS},
+    )

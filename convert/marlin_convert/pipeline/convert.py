@@ -48,7 +48,9 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Report:
-    """What a run did: units made now and found finished, and seconds and bytes per stage, summed over threads."""
+    """What a run did: units made now and found finished, and seconds and bytes per stage, summed over
+    threads.
+    """
 
     out: Path
     made: int
@@ -76,18 +78,22 @@ def convert(
 ) -> Report:
     """Convert a checkpoint, a folder or a repository `org/name`; run again, it continues.
 
-    `layers` and `ranks` limit what is made (None: all). `memory` is the budget for buffers in bytes. `verify` is "exact" (each buffer is inverted
-    and compared with the source before it is written), "kernel" (and each written layer
-    goes through the kernel on a GPU) or "none". `progress(done, total)` gets source bytes and may be called from any thread;
-    `fetch_progress` the same for what comes from the hub. `hub` says how a repository is read and kept.
+    `layers` and `ranks` limit what is made (None: all). `memory` is the budget for buffers in bytes. `verify`
+    is "exact" (each buffer is inverted and compared with the source before it is written), "kernel" (and each
+    written layer goes through the kernel on a GPU) or "none". `progress(done, total)` gets source bytes and
+    may be called from any thread; `fetch_progress` the same for what comes from the hub. `hub` says how a
+    repository is read and kept.
 
-    Raises UsageError for options that conflict with each other or with what OUT holds; SourceError for a source that is not what it should be;
-    MachineError where disk or machine failed.
+    Raises UsageError for options that conflict with each other or with what OUT holds; SourceError for a
+    source that is not what it should be; MachineError where disk or machine failed.
     """
     if verify not in CHECKS:
         raise UsageError(f"--verify {verify}: choose one of {', '.join(CHECKS)}")
     opened = open_source(source, hub)
-    plan = plan_output(opened, Options(tp, ep, None if layers is None else tuple(layers), None if ranks is None else tuple(ranks)))
+    plan = plan_output(
+        opened,
+        Options(tp, ep, None if layers is None else tuple(layers), None if ranks is None else tuple(ranks)),
+    )
     folder = Path(out)
     refuse_foreign(folder, opened, overwrite)
     budget = choose_budget(plan, opened, threads, memory)
@@ -102,9 +108,16 @@ def convert(
 
 
 def _convert(
-    source: Source, plan: OutputPlan, out: Path, budget: Budget, verify: str, run_kernel: Check | None, direct_io: bool, progress: Progress | None,
+    source: Source,
+    plan: OutputPlan,
+    out: Path,
+    budget: Budget,
+    verify: str,
+    run_kernel: Check | None,
+    direct_io: bool,
+    progress: Progress | None,
     fetch_progress: Progress | None,
-) -> Report:  # fmt: skip
+) -> Report:
     """Everything under the lock."""
     identity, stages, work = identify(source), Stages(), WorkFolder(out)
     looks = stamps(source, () if source.folder is None else (header.file for header in source.headers))
@@ -115,26 +128,35 @@ def _convert(
             work.remove()
             return Report(out, 0, len(plan.units), plan.total_bytes, stages)
         if (verify := manifest.checks) == "kernel" and run_kernel is None:
-            raise UsageError(f"{out} has lost files and was made with --verify kernel; give that again to remake them")
+            raise UsageError(
+                f"{out} has lost files and was made with --verify kernel; give that again to remake them"
+            )
     Thread(target=_load_compiled).start()
     with machine_errors(f"beginning in {out}"):
         begin_or_continue(work, identity, job_options(plan, verify), looks)
         if manifest is not None:
             reopen(out, plan, manifest, work)
         work.remove_partials()
-        records = {unit.name: record for unit in plan.units if (record := work.finished(plan, unit)) is not None}
+        records = {
+            unit.name: record for unit in plan.units if (record := work.finished(plan, unit)) is not None
+        }
     found, kept = len(records), kept_digests(out, source)
     left = [unit for unit in plan.units if unit.name not in records]
     fetched = fetching(source, plan, left, out, fetch_progress)
     refuse_full_disk(out, plan, records, fetched.place, fetched.room)
-    for parent in sorted({(out / plan.path(unit, rank)).parent for unit in plan.units for rank in unit.ranks}):
+    for parent in sorted(
+        {(out / plan.path(unit, rank)).parent for unit in plan.units for rank in unit.ranks}
+    ):
         with machine_errors(f"creating {parent}"):
             parent.mkdir(exist_ok=True)
 
     def finished(done: UnitWork, record: FinishedUnit) -> None:
         """A unit's files are durable: unless the source was touched meanwhile, its record makes it count."""
         if stamps(source, looks) != looks:
-            raise SourceError(f"a weight file was changed while {done.unit.name} was being converted; fetch it again, then use --overwrite")
+            raise SourceError(
+                f"a weight file was changed while {done.unit.name} was being converted; fetch it again, then"
+                " use --overwrite"
+            )
         fetched.supply.check(done.unit.name)
         if run_kernel is not None:
             run_kernel(done.unit)
@@ -144,22 +166,40 @@ def _convert(
 
     # what has just been fetched and hashed is in the page cache: reading past it would read the disk
     reader = PieceReader(source.path, direct_io and source.folder is not None)
-    tools = Tools(fetched.supply, reader, BufferPool(budget.memory), stages, verify != "none", _counter(source, left, progress))
+    tools = Tools(
+        fetched.supply,
+        reader,
+        BufferPool(budget.memory),
+        stages,
+        verify != "none",
+        _counter(source, left, progress),
+    )
     fetched.supply.start()
-    Executor(tools, budget.threads, finished).run(_jobs(source, plan, left, out, identity, budget, direct_io, kept))
+    Executor(tools, budget.threads, finished).run(
+        _jobs(source, plan, left, out, identity, budget, direct_io, kept)
+    )
     finish_output(source, identity, plan, records, out, verify, stages)
     work.remove()
     return Report(out, len(left), found, plan.total_bytes, stages)
 
 
 def _load_compiled() -> None:
-    """Import what numba compiled, a third of a second, while the disk is busy with beginning; who needs it meets the errors."""
+    """Import what numba compiled, a third of a second, while the disk is busy with beginning; who needs it
+    meets the errors.
+    """
     with suppress(Exception):
         import_module("marlin_convert.layout.moves")
 
 
 def _jobs(
-    source: Source, plan: OutputPlan, units: Sequence[OutputUnit], out: Path, identity: SourceIdentity, budget: Budget, direct_io: bool, kept: Kept
+    source: Source,
+    plan: OutputPlan,
+    units: Sequence[OutputUnit],
+    out: Path,
+    identity: SourceIdentity,
+    budget: Budget,
+    direct_io: bool,
+    kept: Kept,
 ) -> Iterator[Job]:
     """All jobs in order, each unit's made only when its turn comes."""
     for unit in units:
@@ -190,6 +230,12 @@ def source_bytes(source: Source, unit: OutputUnit) -> int:
     """Bytes a unit takes from the source."""
     names = [tensor.name for tensor in unit.source.plain]
     if unit.source.experts_prefix is not None:
-        shape = ExpertShape(source.model.hidden, source.model.moe_intermediate, source.model.quantization.group_size, 1)
-        names += [name for expert in range(source.model.experts) for name, _, _ in expert_tensors(unit.source.experts_prefix, expert, shape)]
+        shape = ExpertShape(
+            source.model.hidden, source.model.moe_intermediate, source.model.quantization.group_size, 1
+        )
+        names += [
+            name
+            for expert in range(source.model.experts)
+            for name, _, _ in expert_tensors(unit.source.experts_prefix, expert, shape)
+        ]
     return sum(source.tensors[name].entry.size for name in names)

@@ -1,4 +1,6 @@
-"""Threads that take jobs in order. Stages overlap because different jobs are at different stages; memory is bounded by the buffer pool."""
+"""Threads that take jobs in order. Stages overlap because different jobs are at different stages; memory is
+bounded by the buffer pool.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ Job = ExpertJob | TensorJob
 class Executor:
     """Runs jobs on `threads` threads; the one that finishes a unit's last job also completes the unit."""
 
-    def __init__(self, tools: Tools, threads: int, finished: Callable[[UnitWork, FinishedUnit], None]) -> None:
+    def __init__(
+        self, tools: Tools, threads: int, finished: Callable[[UnitWork, FinishedUnit], None]
+    ) -> None:
         self._tools = tools
         self._threads = threads
         self._finished = finished
@@ -29,13 +33,17 @@ class Executor:
         self._open_units: list[UnitWork] = []
 
     def run(self, jobs: Iterator[Job]) -> None:
-        """Run all jobs. On a failure or an interrupt no further job starts, unfinished units are removed, and the first error is raised."""
+        """Run all jobs. On a failure or an interrupt no further job starts, unfinished units are removed, and
+        the first error is raised.
+        """
         # not Thread.join: up to Python 3.12 a signal in the midst of it marks a running thread as ended
         ended = [Event() for _ in range(self._threads)]
         begun: list[Event] = []
         try:
             for i, event in enumerate(ended):
-                Thread(target=self._work_until_done, args=(jobs, event), name=f"convert-{i}", daemon=True).start()
+                Thread(
+                    target=self._work_until_done, args=(jobs, event), name=f"convert-{i}", daemon=True
+                ).start()
                 begun.append(event)
             for event in begun:
                 while not event.wait(0.2):  # with a timeout, so that signals are seen
@@ -70,7 +78,12 @@ class Executor:
             except OSError as error:
                 self._fail(machine_error("converting", error))
             except MemoryError:
-                self._fail(MachineError("out of memory; give a smaller --memory or fewer --threads, then run the same command again"))
+                self._fail(
+                    MachineError(
+                        "out of memory; give a smaller --memory or fewer --threads, then run the same command"
+                        " again"
+                    )
+                )
             except BaseException as error:
                 self._fail(error)
 
@@ -90,7 +103,9 @@ class Executor:
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
-            if self._failure is None or (isinstance(self._failure, ConvertError) and not isinstance(error, Exception)):
+            if self._failure is None or (
+                isinstance(self._failure, ConvertError) and not isinstance(error, Exception)
+            ):
                 self._failure = error
         self._stop.set()
         self._tools.pool.stop()

@@ -41,7 +41,11 @@ class ExpertJob:
     @property
     def need(self) -> int:
         """Bytes of memory: input and output of the batch."""
-        return self.reads.size + len(self.ranks) * self.count * sum(map(expert_bytes, self.work.unit.stacked)) + PAGE * 4 * len(self.ranks)
+        return (
+            self.reads.size
+            + len(self.ranks) * self.count * sum(map(expert_bytes, self.work.unit.stacked))
+            + PAGE * 4 * len(self.ranks)
+        )
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -67,7 +71,9 @@ class ExpertJob:
         tools.progress(size)
 
     def _outputs(self, buffer: Buffer) -> Outputs:
-        """Per rank and stacked tensor, where the batch's experts begin in `buffer` (each on a page of its own) and their bytes."""
+        """Per rank and stacked tensor, where the batch's experts begin in `buffer` (each on a page of its
+        own) and their bytes.
+        """
         at, outputs = self.reads.size, {}
         for rank in self.ranks:
             for tensor in self.work.unit.stacked:
@@ -77,7 +83,9 @@ class ExpertJob:
         return outputs
 
     def _slices(self, buffer: Buffer, outputs: Outputs) -> list[tuple[int, int, Slice]]:
-        """(expert, rank, slice) for every expert, projection and rank of the batch; all in the memory of `buffer`."""
+        """(expert, rank, slice) for every expert, projection and rank of the batch; all in the memory of
+        `buffer`.
+        """
         plan, prefix = self.work.plan, self.work.unit.source.experts_prefix
         wide, narrow = buffer.view(np.uint64), buffer.view(np.uint16)
         stacked = {tensor.name: tensor for tensor in self.work.unit.stacked}
@@ -87,19 +95,28 @@ class ExpertJob:
             words, scales = (f"{prefix}.{name}" for name in plan.layout.targets(projection))
             for i in range(self.count):
                 packed = _rows(wide, buffer, self.reads.places[9 * i + 3 * p], out, inputs // 16)
-                scale = _rows(narrow, buffer, self.reads.places[9 * i + 3 * p + 1], out, inputs // plan.shape.group_size)
+                scale = _rows(
+                    narrow, buffer, self.reads.places[9 * i + 3 * p + 1], out, inputs // plan.shape.group_size
+                )
                 for rank in self.ranks:
                     w = _expert(wide, outputs[rank, words][0], i, stacked[words])
                     s = _expert(narrow, outputs[rank, scales][0], i, stacked[scales])
-                    slices.append((self.first + i, rank, Slice(projection, plan.topology.moe_tp_rank(rank), packed, scale, w, s)))
+                    slices.append(
+                        (
+                            self.first + i,
+                            rank,
+                            Slice(projection, plan.topology.moe_tp_rank(rank), packed, scale, w, s),
+                        )
+                    )
         return slices
 
     def _refuse_mismatch(self, wrong: tuple[int, str] | None, slices: list[tuple[int, int, Slice]]) -> None:
         if wrong is not None:
             expert, rank, each = slices[wrong[0]]
             raise ConvertError(
-                f"{self.work.unit.name}, expert {expert}, {each.projection}, rank {rank}: the repacked buffer does not invert to the source: "
-                f"{wrong[1]}; nothing of this unit was kept. Faulty memory is likely: test it, then run the same command again"
+                f"{self.work.unit.name}, expert {expert}, {each.projection}, rank {rank}: the repacked buffer"
+                f" does not invert to the source: {wrong[1]}; nothing of this unit was kept. Faulty memory is"
+                " likely: test it, then run the same command again"
             )
 
     def _hash(self, buffer: Buffer, outputs: Outputs) -> None:
@@ -113,15 +130,21 @@ class ExpertJob:
         for (rank, name), (_, data) in outputs.items():
             target, size = self.work.expert_digests[rank, name], data.size // self.count
             for i in range(self.count):
-                target[self.first + i - start] = np.frombuffer(digest(data[i * size : (i + 1) * size]), np.uint8)
+                target[self.first + i - start] = np.frombuffer(
+                    digest(data[i * size : (i + 1) * size]), np.uint8
+                )
 
     def _check_shape(self, name: str, data: Buffer) -> None:
-        """weight_shape only repeats the geometry; it is not stored, so what it says must be what the packed tensor has."""
+        """weight_shape only repeats the geometry; it is not stored, so what it says must be what the packed
+        tensor has.
+        """
         file, entry = self.source.tensors[name]
         found = tuple(int(n) for n in data.copy().view(np.int32 if entry.dtype == "I32" else np.int64))
         expected = self.work.plan.shape.matrix(name.split(".")[-2])
         if found != expected:
-            raise SourceError(f"{name} in {file} says {list(found)}, but weight_packed has the shape of {list(expected)}")
+            raise SourceError(
+                f"{name} in {file} says {list(found)}, but weight_packed has the shape of {list(expected)}"
+            )
 
     def _write(self, outputs: Outputs) -> None:
         work, left = self.work, set(self.ranks)
@@ -132,7 +155,9 @@ class ExpertJob:
             left.remove(rank)
             for tensor in work.unit.stacked:
                 _, data = outputs[rank, tensor.name]
-                work.files[rank].write(data, work.unit.offset(tensor.name) + first * (data.size // self.count))
+                work.files[rank].write(
+                    data, work.unit.offset(tensor.name) + first * (data.size // self.count)
+                )
 
 
 def expert_bytes(tensor: StackedTensor) -> int:
@@ -141,7 +166,9 @@ def expert_bytes(tensor: StackedTensor) -> int:
 
 
 def _rows(flat: npt.NDArray[Any], buffer: Buffer, at: int, rows: int, cols: int) -> Rows:
-    """A source matrix in the buffer, seen as `flat`; copied only where a strange file layout leaves it unaligned for its element."""
+    """A source matrix in the buffer, seen as `flat`; copied only where a strange file layout leaves it
+    unaligned for its element.
+    """
     item = flat.itemsize
     if at % item:
         return Rows(buffer[at : at + rows * cols * item].copy().view(flat.dtype), 0, cols, rows, cols)
@@ -171,8 +198,28 @@ def expert_jobs(work: UnitWork, source: Source, batch: int) -> list[ExpertJob]:
     return jobs
 
 
-def expert_job(work: UnitWork, source: Source, plan: OutputPlan, prefix: str, first: int, count: int, ranks: tuple[int, ...]) -> ExpertJob:
+def expert_job(
+    work: UnitWork,
+    source: Source,
+    plan: OutputPlan,
+    prefix: str,
+    first: int,
+    count: int,
+    ranks: tuple[int, ...],
+) -> ExpertJob:
     """One job."""
-    names = tuple(name for expert in range(first, first + count) for name, _, _ in expert_tensors(prefix, expert, plan.shape))
+    names = tuple(
+        name
+        for expert in range(first, first + count)
+        for name, _, _ in expert_tensors(prefix, expert, plan.shape)
+    )
     tensors = [source.tensors[name] for name in names]
-    return ExpertJob(work, source, first, count, ranks, plan_reads([Piece(t.file, t.entry.offset, t.entry.size) for t in tensors]), names)
+    return ExpertJob(
+        work,
+        source,
+        first,
+        count,
+        ranks,
+        plan_reads([Piece(t.file, t.entry.offset, t.entry.size) for t in tensors]),
+        names,
+    )

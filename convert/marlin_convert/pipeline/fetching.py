@@ -1,4 +1,6 @@
-"""How a conversion's source files come: all at hand in a folder, or staged from the hub as units need them."""
+"""How a conversion's source files come: all at hand in a folder, or staged from the hub as units need
+them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,13 @@ class Fetching:
     room: int
 
 
-def fetching(source: Source, plan: OutputPlan, left: Sequence[OutputUnit], out: Path, progress: Callable[[int, int], None] | None) -> Fetching:
+def fetching(
+    source: Source,
+    plan: OutputPlan,
+    left: Sequence[OutputUnit],
+    out: Path,
+    progress: Callable[[int, int], None] | None,
+) -> Fetching:
     """How the files that the units in `left` read will come. Nothing is fetched yet."""
     if not isinstance(source.store, HubStore):
         return Fetching(AtHand(), out, 0)
@@ -31,7 +39,9 @@ def fetching(source: Source, plan: OutputPlan, left: Sequence[OutputUnit], out: 
     needed = needs(source, plan, left)
     supply = Stager(store, needed, staging, store.options.free_source, LOOK_AHEAD, progress)
     if store.options.free_source:
-        sizes = {name: 0 if store.find(name, None) else store.files[name].size for name in fetch_order(needed)}
+        sizes = {
+            name: 0 if store.find(name, None) else store.files[name].size for name in fetch_order(needed)
+        }
         there = sum(path.stat().st_size for path in staging.glob("*") if path.name in sizes)
         return Fetching(supply, out, max(most_at_once(needed, sizes) - there, 0))
     return Fetching(supply, store.place, still_to_fetch(store, fetch_order(needed), staging))

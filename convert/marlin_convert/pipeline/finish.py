@@ -1,4 +1,6 @@
-"""The last step: indexes, the engine's small files, source/, digests, provenance, and the manifest last of all."""
+"""The last step: indexes, the engine's small files, source/, digests, provenance, and the manifest last of
+all.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,13 @@ AT_A_TIME = 8
 
 
 def finish_output(
-    source: Source, identity: SourceIdentity, plan: OutputPlan, records: Mapping[str, FinishedUnit], out: Path, checks: str, stages: Stages
+    source: Source,
+    identity: SourceIdentity,
+    plan: OutputPlan,
+    records: Mapping[str, FinishedUnit],
+    out: Path,
+    checks: str,
+    stages: Stages,
 ) -> None:
     """Write everything beside the shards, then the manifest. All of it can be done again after a crash."""
     with machine_errors(f"writing the documents of {out}"):
@@ -38,8 +46,13 @@ def finish_output(
         documents = {"digests.bin": digests, "config.json": output_config(source, plan)}
         documents |= _source_documents(source, records) | _indexes(plan)
         with ThreadPoolExecutor(AT_A_TIME) as workers:
-            documents |= dict(zip(source.auxiliary, workers.map(source.store.read, source.auxiliary), strict=True))
-        files = [{"path": path, "size": len(data), "digest": digest(data).hex()} for path, data in documents.items()]
+            documents |= dict(
+                zip(source.auxiliary, workers.map(source.store.read, source.auxiliary), strict=True)
+            )
+        files = [
+            {"path": path, "size": len(data), "digest": digest(data).hex()}
+            for path, data in documents.items()
+        ]
         card = model_card(source, identity, plan, checks, files)
         files.append({"path": "README.md", "size": len(card), "digest": digest(card).hex()})
         manifest = build_manifest(source, identity, plan, records, offsets, files, checks)
@@ -49,13 +62,22 @@ def finish_output(
 
 def output_config(source: Source, plan: OutputPlan) -> bytes:
     """The rewritten config.json."""
-    replacement = quantization_config(plan.layout.id, plan.layout.num_bits, plan.shape.group_size, plan.layout.symmetric)
-    return json.dumps(rewritten(source.config, source.model.quantization, replacement), indent=2, ensure_ascii=False).encode() + b"\n"
+    replacement = quantization_config(
+        plan.layout.id, plan.layout.num_bits, plan.shape.group_size, plan.layout.symmetric
+    )
+    return (
+        json.dumps(
+            rewritten(source.config, source.model.quantization, replacement), indent=2, ensure_ascii=False
+        ).encode()
+        + b"\n"
+    )
 
 
 def _source_documents(source: Source, records: Mapping[str, FinishedUnit]) -> dict[str, bytes]:
     """source/: headers (deterministic gzip), index, config, README, digests."""
-    documents = {f"source/headers/{header.file}.gz": gzip.compress(header.raw, 6, mtime=0) for header in source.headers}
+    documents = {
+        f"source/headers/{header.file}.gz": gzip.compress(header.raw, 6, mtime=0) for header in source.headers
+    }
     documents["source/config.json"] = source.config_bytes
     documents["source/digests.bin"] = source_digests(source, records)
     if source.index_bytes is not None:
@@ -80,11 +102,20 @@ def provenance(source: Source, stages: Stages) -> bytes:
     except PackageNotFoundError:
         own = "unknown"
     document: dict[str, Any] = {
-        "tool": f"marlin-convert {own}", "when": datetime.now(UTC).isoformat(timespec="seconds"), "host": platform.node(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}, Python {platform.python_version()}",
-        "command": without_secrets(sys.argv), "source": source.store.where,
-        "stages": {stage: {"seconds": round(stages.seconds[stage], 3), "bytes": stages.bytes[stage]} for stage in stages.seconds},
-    }  # fmt: skip
+        "tool": f"marlin-convert {own}",
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "host": platform.node(),
+        "machine": (
+            f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}, Python"
+            f" {platform.python_version()}"
+        ),
+        "command": without_secrets(sys.argv),
+        "source": source.store.where,
+        "stages": {
+            stage: {"seconds": round(stages.seconds[stage], 3), "bytes": stages.bytes[stage]}
+            for stage in stages.seconds
+        },
+    }
     return sealed(document)
 
 

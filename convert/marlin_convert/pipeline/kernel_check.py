@@ -1,4 +1,6 @@
-"""`convert --verify kernel`: each layer's written files go through the kernel before the layer counts as finished."""
+"""`convert --verify kernel`: each layer's written files go through the kernel before the layer counts as
+finished.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ Check = Callable[[OutputUnit], None]
 def kernel_check(source: Source, plan: OutputPlan, out: Path, device: str = "cuda") -> Check:
     """A function that runs the kernel check on a unit whose files lie in OUT, one unit at a time.
 
-    Raises MachineError here, before anything is written, where no kernel loads. The function raises OutputError naming the first finding.
+    Raises MachineError here, before anything is written, where no kernel loads. The function raises
+    OutputError naming the first finding.
     """
     try:
         from marlin_convert.checks.kernel.layer import LayerFiles, originals_from_source
@@ -29,7 +32,9 @@ def kernel_check(source: Source, plan: OutputPlan, out: Path, device: str = "cud
         from marlin_convert.checks.kernel.results import KernelReport
         from marlin_convert.checks.kernel.run import TOKENS, check_layer, load_provider
     except ImportError as error:
-        raise UsageError(f"--verify kernel needs torch ({error}); pip install '.[torch]', or use --verify exact") from error
+        raise UsageError(
+            f"--verify kernel needs torch ({error}); pip install '.[torch]', or use --verify exact"
+        ) from error
 
     provider = load_provider(device, None)
     top_k = int(source.model.text.get("num_experts_per_tok", 8))
@@ -47,22 +52,38 @@ def kernel_check(source: Source, plan: OutputPlan, out: Path, device: str = "cud
             tp=plan.topology.tp,
             ep=plan.topology.ep,
             ranks=plan.ranks,
-            stored=lambda rank, name, begin, count: _stored(out / plan.path(unit, rank), unit, name, begin, count),
+            stored=lambda rank, name, begin, count: _stored(
+                out / plan.path(unit, rank), unit, name, begin, count
+            ),
             path=lambda rank: plan.path(unit, rank),
         )
         report = KernelReport()
         with lock:
-            check_layer(files, originals_from_source(source, files), provider, device, Scope(plan.ranks, None, TOKENS, top_k), report)
+            check_layer(
+                files,
+                originals_from_source(source, files),
+                provider,
+                device,
+                Scope(plan.ranks, None, TOKENS, top_k),
+                report,
+            )
         if not report.ok:
-            raise OutputError(f"the kernel does not read what was converted ({len(report.findings)} findings): {report.findings[0]}")
+            raise OutputError(
+                f"the kernel does not read what was converted ({len(report.findings)} findings):"
+                f" {report.findings[0]}"
+            )
 
     return check
 
 
 def _stored(path: Path, unit: OutputUnit, name: str, begin: int, count: int) -> npt.NDArray[np.uint8]:
-    """Some experts of a stacked tensor in a file that is whole, before there is a manifest to open the folder by."""
+    """Some experts of a stacked tensor in a file that is whole, before there is a manifest to open the folder
+    by.
+    """
     size = expert_bytes(next(tensor for tensor in unit.stacked if tensor.name == name))
     found = read_bytes(path, unit.offset(name) + begin * size, count * size)
     if found.size < count * size:
-        raise OutputError(f"{path} ended before {name} did, while it was being read; run the same command again")
+        raise OutputError(
+            f"{path} ended before {name} did, while it was being read; run the same command again"
+        )
     return found

@@ -33,7 +33,9 @@ def locked(out: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise MachineError(f"{out} is being written by another process; wait for it, or stop it") from None
+            raise MachineError(
+                f"{out} is being written by another process; wait for it, or stop it"
+            ) from None
         except OSError as error:
             raise machine_error(f"locking {out}", error) from error
         yield
@@ -72,18 +74,24 @@ class WorkFolder:
         document = {
             "name": unit.name,
             "files": [asdict(file) for file in unit.files],
-            "experts": [[rank, name, base64.b64encode(data).decode()] for (rank, name), data in unit.experts.items()],
+            "experts": [
+                [rank, name, base64.b64encode(data).decode()] for (rank, name), data in unit.experts.items()
+            ],
             "source": {name: data.hex() for name, data in unit.source.items()},
         }
         body = json.dumps(document, separators=(",", ":"))
-        write_atomic(self._path(unit.name), json.dumps({"digest": digest(body.encode()).hex(), "unit": body}).encode())
+        write_atomic(
+            self._path(unit.name), json.dumps({"digest": digest(body.encode()).hex(), "unit": body}).encode()
+        )
 
     def any_finished(self) -> bool:
         """Whether there is a record of any unit."""
         return any((self.folder / "units").iterdir())
 
     def finished(self, plan: OutputPlan, unit: OutputUnit) -> FinishedUnit | None:
-        """The record of a unit, if there is a whole one and its files are still there with their sizes and headers."""
+        """The record of a unit, if there is a whole one and its files are still there with their sizes and
+        headers.
+        """
         try:
             outer = json.loads(self._path(unit.name).read_bytes())
             if digest(outer["unit"].encode()).hex() != outer["digest"]:
@@ -96,12 +104,20 @@ class WorkFolder:
             path = self.out / plan.path(unit, file.rank)
             try:
                 with path.open("rb") as opened:
-                    if os.fstat(opened.fileno()).st_size != file.size or digest(opened.read(unit.data_start)).hex() != file.header:
+                    if (
+                        os.fstat(opened.fileno()).st_size != file.size
+                        or digest(opened.read(unit.data_start)).hex() != file.header
+                    ):
                         return None
             except OSError:
                 return None
         experts = {(rank, name): base64.b64decode(data) for rank, name, data in document["experts"]}
-        return FinishedUnit(document["name"], files, experts, {name: bytes.fromhex(data) for name, data in document["source"].items()})
+        return FinishedUnit(
+            document["name"],
+            files,
+            experts,
+            {name: bytes.fromhex(data) for name, data in document["source"].items()},
+        )
 
     def remove_partials(self) -> None:
         """Remove what a killed run left half-written."""

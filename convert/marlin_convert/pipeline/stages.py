@@ -12,7 +12,8 @@ from marlin_convert.buffers import BufferPool
 from marlin_convert.checkpoint.staging import Supply
 from marlin_convert.reads import PieceReader
 
-#: `repack` includes the exact check, where it is on: what was made is inverted and compared piece by piece, while it is in the cache
+#: `repack` includes the exact check, where it is on: what was made is inverted and compared piece by piece,
+#: while it is in the cache
 STAGES = ("read", "repack", "hash", "write")
 
 
@@ -37,7 +38,9 @@ class Stages:
 
 @dataclass(frozen=True)
 class Tools:
-    """Shared by all jobs of a run. `check` is whether to invert each buffer and compare before it is written."""
+    """Shared by all jobs of a run. `check` is whether to invert each buffer and compare before it is
+    written.
+    """
 
     supply: Supply
     reader: PieceReader

@@ -1,4 +1,6 @@
-"""A tensor that keeps its name: streamed in chunks of rows, cut by its rule, written to each rank that holds some of it."""
+"""A tensor that keeps its name: streamed in chunks of rows, cut by its rule, written to each rank that holds
+some of it.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ class TensorJob:
                 reads = plan_reads([Piece(file, entry.offset + begin * row_bytes, (end - begin) * row_bytes)])
                 with tools.stages.time("read", reads.size):
                     tools.reader.read(reads, buffer)
-                chunk = buffer[reads.places[0] : reads.places[0] + (end - begin) * row_bytes].reshape(end - begin, row_bytes)
+                chunk = buffer[reads.places[0] : reads.places[0] + (end - begin) * row_bytes].reshape(
+                    end - begin, row_bytes
+                )
                 with tools.stages.time("hash", chunk.nbytes):
                     whole.update(chunk.data)
                 space = buffer[-(-reads.size // PAGE) * PAGE :]
@@ -114,7 +118,10 @@ class TensorJob:
         with tools.stages.time("repack", part.nbytes):
             np.copyto(part, chunk[:, column : column + width])
             if tools.check and not np.array_equal(part, chunk[:, column : column + width]):
-                raise ConvertError(f"{tensor.name}, rank {rank}: a copied slice differs from the source; faulty memory is likely")
+                raise ConvertError(
+                    f"{tensor.name}, rank {rank}: a copied slice differs from the source; faulty memory is"
+                    " likely"
+                )
         with tools.stages.time("write", part.nbytes * len(ranks)):
             for each in ranks:
                 self.work.files[each].write(part, self.work.unit.offset(tensor.name) + row * width)

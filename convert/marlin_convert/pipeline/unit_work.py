@@ -1,4 +1,6 @@
-"""One unit while it is being converted: its files, what is left to do, and the digests gathered on the way."""
+"""One unit while it is being converted: its files, what is left to do, and the digests gathered on the
+way.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class UnitWork:
     lock: Lock = field(default_factory=Lock)
 
     def open(self) -> None:
-        """Create the files, once, whichever job comes first. After a failure the other jobs get InterruptedError."""
+        """Create the files, once, whichever job comes first. After a failure the other jobs get
+        InterruptedError.
+        """
         with self.lock:
             if self.state == "broken":
                 raise InterruptedError
@@ -50,8 +54,12 @@ class UnitWork:
                 return
             self.state = "broken"
             for rank in self.unit.ranks:
-                head = header_bytes(self.unit.files, self.plan.metadata(self.unit, rank, self.source_id), self.unit.data_start)
-                file = ShardFile(self.out / self.plan.path(self.unit, rank), self.unit.file_size, self.direct_io)
+                head = header_bytes(
+                    self.unit.files, self.plan.metadata(self.unit, rank, self.source_id), self.unit.data_start
+                )
+                file = ShardFile(
+                    self.out / self.plan.path(self.unit, rank), self.unit.file_size, self.direct_io
+                )
                 self.files[rank] = file
                 self.heads[rank] = head
                 file.open(head)
@@ -66,8 +74,9 @@ class UnitWork:
             return self.jobs_left == 0
 
     def finish(self) -> FinishedUnit:
-        """Make the files durable under their names and return the record. Raises SourceError, and no file gets its name, where the source is not what
-        OUT was made from before."""
+        """Make the files durable under their names and return the record. Raises SourceError, and no file
+        gets its name, where the source is not what OUT was made from before.
+        """
         self._refuse_other_data()
         finish_files(list(self.files.values()))
         experts = {key: digests.tobytes() for key, digests in self.expert_digests.items()}
@@ -91,8 +100,9 @@ class UnitWork:
             kept, file = self.kept.get(name, (found, ""))
             if kept != found:
                 raise SourceError(
-                    f"{file}: {name} is not what {self.out} was made from: its xxh3-128 is {found.hex()}, source/digests.bin there has {kept.hex()}; "
-                    "fetch the file again, then run the same command"
+                    f"{file}: {name} is not what {self.out} was made from: its xxh3-128 is {found.hex()},"
+                    f" source/digests.bin there has {kept.hex()}; fetch the file again, then run the same"
+                    " command"
                 )
 
     def discard(self) -> None:

@@ -1,4 +1,6 @@
-"""Which source files a unit reads, and how many bytes of them must lie on the disk at a time. Derived from the plan, stored nowhere."""
+"""Which source files a unit reads, and how many bytes of them must lie on the disk at a time. Derived from
+the plan, stored nowhere.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def _routed(plan: OutputPlan, unit: OutputUnit) -> Iterable[str]:
     """The tensors of the routed experts that some rank of the plan owns."""
     if unit.source.experts_prefix is None:
         return
-    owned = sorted({expert for rank in plan.ranks for expert in plan.topology.expert_range(rank, plan.experts)})
+    owned = sorted(
+        {expert for rank in plan.ranks for expert in plan.topology.expert_range(rank, plan.experts)}
+    )
     for expert in owned:
         yield from (name for name, _, _ in expert_tensors(unit.source.experts_prefix, expert, plan.shape))
 
@@ -37,10 +41,14 @@ def fetch_order(needed: Mapping[str, Sequence[str]]) -> list[str]:
     return list(dict.fromkeys(file for files in needed.values() for file in files))
 
 
-def most_at_once(needed: Mapping[str, Sequence[str]], sizes: Mapping[str, int], look_ahead: int = LOOK_AHEAD) -> int:
-    """The most bytes of source files that lie there together, where each goes as soon as the last unit that needs it is made.
+def most_at_once(
+    needed: Mapping[str, Sequence[str]], sizes: Mapping[str, int], look_ahead: int = LOOK_AHEAD
+) -> int:
+    """The most bytes of source files that lie there together, where each goes as soon as the last unit that
+    needs it is made.
 
-    While a unit is made these are its files, earlier ones that later units need again, and the next ones up to `look_ahead` + 1 in all.
+    While a unit is made these are its files, earlier ones that later units need again, and the next ones up
+    to `look_ahead` + 1 in all.
     """
     order, units = fetch_order(needed), list(needed.values())
     last = {file: i for i, files in enumerate(units) for file in files}

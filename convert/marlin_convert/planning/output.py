@@ -11,7 +11,15 @@ from marlin_convert.layout.moe import LAYOUTS
 from marlin_convert.layout.protocol import ExpertShape, Layout, StackedTensor
 from marlin_convert.planning.rules import SourceUnit, source_units
 from marlin_convert.planning.topology import Topology
-from marlin_convert.shards.format import FileLayout, Placed, TensorSpec, data_start, is_filler, lay_out, metadata_of
+from marlin_convert.shards.format import (
+    FileLayout,
+    Placed,
+    TensorSpec,
+    data_start,
+    is_filler,
+    lay_out,
+    metadata_of,
+)
 
 DEFAULT_LAYOUT = "moe_wna16_marlin.u4b8"
 #: the length of a real source id; plans made before the source is sampled stand in this
@@ -71,7 +79,11 @@ class OutputPlan:
 
     def path(self, unit: OutputUnit, rank: int | None) -> str:
         """A shard's path inside OUT."""
-        return f"common/{unit.name}.safetensors" if rank is None else f"{self.topology.folder(rank)}/{unit.name}.safetensors"
+        return (
+            f"common/{unit.name}.safetensors"
+            if rank is None
+            else f"{self.topology.folder(rank)}/{unit.name}.safetensors"
+        )
 
     def metadata(self, unit: OutputUnit, rank: int | None, source_id: str) -> dict[str, str]:
         """The identity in a shard's header."""
@@ -89,7 +101,9 @@ class OutputPlan:
 
 
 def plan_output(source: Source, options: Options) -> OutputPlan:
-    """Plan the output. Raises SourceError for a source that is not whole, UsageError for a request that cannot be met."""
+    """Plan the output. Raises SourceError for a source that is not whole, UsageError for a request that
+    cannot be met.
+    """
     topology = Topology.of(options.tp, options.ep)
     layout, model = LAYOUTS[options.layout], source.model
     if model.experts % topology.ep:
@@ -121,26 +135,54 @@ def _in_scope(unit: SourceUnit, wanted: Sequence[int] | None, layers: Sequence[i
     return wanted is None or unit.layer in layers
 
 
-def _unit(unit: SourceUnit, layout: Layout, shape: ExpertShape, topology: Topology, local_experts: int, ranks: tuple[int, ...]) -> OutputUnit:
+def _unit(
+    unit: SourceUnit,
+    layout: Layout,
+    shape: ExpertShape,
+    topology: Topology,
+    local_experts: int,
+    ranks: tuple[int, ...],
+) -> OutputUnit:
     specs: list[tuple[TensorSpec, str | None]] = [
-        (TensorSpec(tensor.name, tensor.dtype, tensor.local_shape(topology.tp)), _fused_name(tensor.name, tensor.fuse)) for tensor in unit.plain
+        (
+            TensorSpec(tensor.name, tensor.dtype, tensor.local_shape(topology.tp)),
+            _fused_name(tensor.name, tensor.fuse),
+        )
+        for tensor in unit.plain
     ]
     stacked: tuple[StackedTensor, ...] = ()
     if unit.experts_prefix is not None:
         stacked = tuple(
-            StackedTensor(f"{unit.experts_prefix}.{tensor.name}", tensor.dtype, (local_experts, *tensor.shape)) for tensor in layout.stacked(shape)
+            StackedTensor(
+                f"{unit.experts_prefix}.{tensor.name}", tensor.dtype, (local_experts, *tensor.shape)
+            )
+            for tensor in layout.stacked(shape)
         )
-        specs[unit.experts_at : unit.experts_at] = [(TensorSpec(tensor.name, tensor.dtype, tensor.shape), None) for tensor in stacked]
+        specs[unit.experts_at : unit.experts_at] = [
+            (TensorSpec(tensor.name, tensor.dtype, tensor.shape), None) for tensor in stacked
+        ]
     try:
         files = lay_out(specs)
     except ValueError as error:
         raise SourceError(f"{unit.name}: {error}") from error
     file_ranks: tuple[int | None, ...] = (None,) if unit.name == "common" else ranks
-    metadatas = [_metadata(NO_ID, layout, topology, unit, rank, local_experts * topology.ep) for rank in (None, *range(topology.tp))]
-    return OutputUnit(unit, files, data_start(files, metadatas), stacked, file_ranks, {placed.spec.name: placed for placed in files.tensors})
+    metadatas = [
+        _metadata(NO_ID, layout, topology, unit, rank, local_experts * topology.ep)
+        for rank in (None, *range(topology.tp))
+    ]
+    return OutputUnit(
+        unit,
+        files,
+        data_start(files, metadatas),
+        stacked,
+        file_ranks,
+        {placed.spec.name: placed for placed in files.tensors},
+    )
 
 
-def _metadata(source_id: str, layout: Layout, topology: Topology, unit: SourceUnit, rank: int | None, experts: int) -> dict[str, str]:
+def _metadata(
+    source_id: str, layout: Layout, topology: Topology, unit: SourceUnit, rank: int | None, experts: int
+) -> dict[str, str]:
     layer = unit.name if unit.layer is None else str(unit.layer)
     routed = rank is not None and unit.experts_prefix is not None
     owned = topology.expert_range(rank, experts) if routed and rank is not None else range(0)

@@ -60,7 +60,9 @@ class PlainTensor:
 
 @dataclass(frozen=True)
 class SourceUnit:
-    """What one unit of work takes from the source, in load order. `experts_prefix` is None where the layer has no routed experts."""
+    """What one unit of work takes from the source, in load order. `experts_prefix` is None where the layer
+    has no routed experts.
+    """
 
     name: str
     layer: int | None
@@ -90,7 +92,9 @@ def _frozen(entry: dict[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
 
 
-def expert_tensors(prefix: str, expert: int, shape: ExpertShape) -> Iterator[tuple[str, tuple[str, ...], tuple[int, ...]]]:
+def expert_tensors(
+    prefix: str, expert: int, shape: ExpertShape
+) -> Iterator[tuple[str, tuple[str, ...], tuple[int, ...]]]:
     """(name, accepted dtypes, shape) of the nine source tensors of one routed expert."""
     for projection in PROJECTIONS:
         out, inputs = shape.matrix(projection)
@@ -103,7 +107,8 @@ def expert_tensors(prefix: str, expert: int, shape: ExpertShape) -> Iterator[tup
 def source_units(source: Source, topology: Topology) -> list[SourceUnit]:
     """The units of a checkpoint, every tensor of it in exactly one of them.
 
-    Raises SourceError for a missing, unknown or misshapen tensor (from headers alone), UsageError where a rule cannot cut a tensor into tp slices.
+    Raises SourceError for a missing, unknown or misshapen tensor (from headers alone), UsageError where a
+    rule cannot cut a tensor into tp slices.
     """
     model, prefix = source.model, source.prefix
     seen: set[str] = set()
@@ -120,10 +125,17 @@ def source_units(source: Source, topology: Topology) -> list[SourceUnit]:
             else:
                 plain += _plain(source, rule, at + rule.name, topology, seen)
         units.append(SourceUnit(f"layer-{layer:03d}", layer, tuple(plain), experts_at, experts_prefix))
-    top = [t for rule in load_rules() if rule.scope == "top" for t in _plain(source, rule, prefix + rule.name, topology, seen)]
+    top = [
+        t
+        for rule in load_rules()
+        if rule.scope == "top"
+        for t in _plain(source, rule, prefix + rule.name, topology, seen)
+    ]
     units.append(SourceUnit("top", None, tuple(top)))
     if model.vision:
-        common = [t for rule, name in _vision_names(model) for t in _plain(source, rule, name, topology, seen)]
+        common = [
+            t for rule, name in _vision_names(model) for t in _plain(source, rule, name, topology, seen)
+        ]
         units.append(SourceUnit("common", None, tuple(common)))
     _refuse_unknown(source, seen)
     return units
@@ -145,7 +157,9 @@ def _plain(source: Source, rule: Rule, name: str, topology: Topology, seen: set[
     if found is None:
         if rule.optional:
             return []
-        raise SourceError(f"{name} is missing: no weight file of the checkpoint has it; fetch the checkpoint again")
+        raise SourceError(
+            f"{name} is missing: no weight file of the checkpoint has it; fetch the checkpoint again"
+        )
     seen.add(name)
     dims = source.model.dims
     shape = None if rule.shape is None else tuple(dims[size] for size in rule.shape)
@@ -156,7 +170,13 @@ def _plain(source: Source, rule: Rule, name: str, topology: Topology, seen: set[
     if tensor.axis is not None:
         extent, unit = tensor.shape[tensor.axis], dims[rule.unit] if rule.unit else 1
         if extent % unit or (extent // unit) % topology.tp:
-            what = f"{extent // unit} heads of {unit}" if rule.unit else f"{extent} rows" if tensor.axis == 0 else f"{extent} columns"
+            what = (
+                f"{extent // unit} heads of {unit}"
+                if rule.unit
+                else f"{extent} rows"
+                if tensor.axis == 0
+                else f"{extent} columns"
+            )
             raise UsageError(f"--tp {topology.tp} does not divide {name}: {what}; choose a tp that does")
     return [tensor]
 
@@ -167,7 +187,9 @@ def _check_entry(source: Source, name: str, dtypes: tuple[str, ...], shape: tupl
         raise SourceError(f"{name} in {file} is {entry.dtype}, expected {' or '.join(dtypes)}")
     if entry.shape != shape:
         want = "one dimension" if shape is None else str(list(shape))
-        raise SourceError(f"{name} in {file} has the shape {list(entry.shape)}, expected {want} from config.json")
+        raise SourceError(
+            f"{name} in {file} has the shape {list(entry.shape)}, expected {want} from config.json"
+        )
 
 
 def _check_experts(source: Source, prefix: str, seen: set[str]) -> None:
@@ -182,8 +204,14 @@ def _check_experts(source: Source, prefix: str, seen: set[str]) -> None:
                 seen.add(name)
                 _check_entry(source, name, dtypes, extents)
     if missing:
-        many = f" and {len(missing) - 1} more tensors of this layer's {model.experts} experts" if len(missing) > 1 else ""
-        raise SourceError(f"{missing[0]}{many} missing: no weight file of the checkpoint has it; fetch the checkpoint again")
+        many = (
+            f" and {len(missing) - 1} more tensors of this layer's {model.experts} experts"
+            if len(missing) > 1
+            else ""
+        )
+        raise SourceError(
+            f"{missing[0]}{many} missing: no weight file of the checkpoint has it; fetch the checkpoint again"
+        )
 
 
 def _refuse_unknown(source: Source, seen: set[str]) -> None:
@@ -196,6 +224,6 @@ def _refuse_unknown(source: Source, seen: set[str]) -> None:
     if first.endswith((".weight_packed", ".weight_zero_point", ".weight_g_idx")):
         hint = ": only routed experts may be quantized, symmetrically and without act-order"
     raise SourceError(
-        f"{len(unknown)} tensors have no rule, such as {first} in {source.tensors[first].file} ({similar} of that form){hint}; "
-        "nothing was written, since leaving tensors out silently would be wrong"
+        f"{len(unknown)} tensors have no rule, such as {first} in {source.tensors[first].file} ({similar} of"
+        f" that form){hint}; nothing was written, since leaving tensors out silently would be wrong"
     )

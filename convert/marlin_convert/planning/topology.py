@@ -12,7 +12,9 @@ MAX_MOE_TP = 64
 
 @dataclass(frozen=True)
 class Topology:
-    """`tp` ranks in all; the routed experts are split over `ep` groups of `moe_tp` ranks: rank = ep_rank * moe_tp + moe_tp_rank."""
+    """`tp` ranks in all; the routed experts are split over `ep` groups of `moe_tp` ranks: rank = ep_rank *
+    moe_tp + moe_tp_rank.
+    """
 
     tp: int
     ep: int
@@ -21,9 +23,15 @@ class Topology:
     def of(tp: int, ep: int) -> Topology:
         """A checked topology. Raises UsageError."""
         if tp < 1 or ep < 1 or tp % ep:
-            raise UsageError(f"--ep {ep} does not divide --tp {tp}; tp is the number of all ranks, so tp 8 ep 8 is 8 ranks, not 64")
+            raise UsageError(
+                f"--ep {ep} does not divide --tp {tp}; tp is the number of all ranks, so tp 8 ep 8 is 8"
+                " ranks, not 64"
+            )
         if tp // ep > MAX_MOE_TP:
-            raise UsageError(f"--tp {tp} with --ep {ep} cuts each expert into {tp // ep} slices; at most {MAX_MOE_TP} are supported")
+            raise UsageError(
+                f"--tp {tp} with --ep {ep} cuts each expert into {tp // ep} slices; at most {MAX_MOE_TP} are"
+                " supported"
+            )
         return Topology(tp, ep)
 
     @property

@@ -1,7 +1,9 @@
-"""The inner loop of loading, compiled: read a part of a file into a pinned buffer, set its copy to the GPU going, take the next part.
+"""The inner loop of loading, compiled: read a part of a file into a pinned buffer, set its copy to the GPU
+going, take the next part.
 
-In the interpreter a part cost 0.15 ms of the lock that all threads share (16 threads, an H200 machine): half the time of a rank that lies in the page
-cache. Compiled, threads share a counter only, and parts can be small enough to stay in the processor's cache.
+In the interpreter a part cost 0.15 ms of the lock that all threads share (16 threads, an H200 machine): half
+the time of a rank that lies in the page cache. Compiled, threads share a counter only, and parts can be small
+enough to stay in the processor's cache.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ INT = 0xFFFFFFFF
 
 
 class Functions(NamedTuple):
-    """Addresses of C functions: pread, and of CUDA's driver cuMemcpyHtoDAsync, cuEventRecord and cuEventSynchronize."""
+    """Addresses of C functions: pread, and of CUDA's driver cuMemcpyHtoDAsync, cuEventRecord and
+    cuEventSynchronize.
+    """
 
     read: int
     copy: int
@@ -37,12 +41,22 @@ class Functions(NamedTuple):
 
 @cache
 def functions() -> Functions:
-    """Those of this machine. Raises MachineError where there is no CUDA driver, or nothing is to be compiled."""
+    """Those of this machine. Raises MachineError where there is no CUDA driver, or nothing is to be
+    compiled.
+    """
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # numba makes its attributes from the environment
-        raise MachineError("NUMBA_DISABLE_JIT is set: what loads through pinned memory only runs compiled; unset it, or load by the path mapped")
+        raise MachineError(
+            "NUMBA_DISABLE_JIT is set: what loads through pinned memory only runs compiled; unset it, or load"
+            " by the path mapped"
+        )
     try:
         driver = ctypes.CDLL("libcuda.so.1")
-        wanted = ctypes.CDLL(None).pread, driver.cuMemcpyHtoDAsync_v2, driver.cuEventRecord, driver.cuEventSynchronize
+        wanted = (
+            ctypes.CDLL(None).pread,
+            driver.cuMemcpyHtoDAsync_v2,
+            driver.cuEventRecord,
+            driver.cuEventSynchronize,
+        )
     except (OSError, AttributeError) as error:
         raise MachineError(f"the CUDA driver cannot be used: {error}") from error
     return Functions(*(address_of(function) for function in wanted))
@@ -55,7 +69,9 @@ def address_of(function: Any) -> int:
 
 @intrinsic
 def _call(typing: Any, address: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    """Call the C function at an address with up to four integers or pointers (those it does not take are not looked at); its result in 64 bits."""
+    """Call the C function at an address with up to four integers or pointers (those it does not take are not
+    looked at); its result in 64 bits.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         function = builder.inttoptr(arguments[0], ir.FunctionType(WORD, [WORD] * 4).as_pointer())
@@ -69,21 +85,26 @@ def _take(typing: Any, counter: Any) -> Any:
     """Add one to the number at an address, at once for all threads; what it was before."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.atomic_rmw("add", builder.inttoptr(arguments[0], WORD.as_pointer()), ir.Constant(WORD, 1), "monotonic")
+        return builder.atomic_rmw(
+            "add", builder.inttoptr(arguments[0], WORD.as_pointer()), ir.Constant(WORD, 1), "monotonic"
+        )
 
     return types.int64(types.int64), generate
 
 
 @jit
-def read_and_copy(parts: Words, taken: int, buffers: Words, events: Words, stream: int, turn: int, calls: Functions) -> tuple[int, int]:
+def read_and_copy(
+    parts: Words, taken: int, buffers: Words, events: Words, stream: int, turn: int, calls: Functions
+) -> tuple[int, int]:
     """Take parts until none is left, from as many threads as like.
 
-    `parts[i]` is the descriptor, the offset, the address on the GPU and the bytes of part i. `taken` is the address of the number of parts taken so
-    far; a thread that wants all to stop sets it to `len(parts)`. `buffers` and `events` are addresses, `stream` a handle, all of this thread alone;
-    the events have been recorded. `turn` counts the buffers used so far.
+    `parts[i]` is the descriptor, the offset, the address on the GPU and the bytes of part i. `taken` is the
+    address of the number of parts taken so far; a thread that wants all to stop sets it to `len(parts)`.
+    `buffers` and `events` are addresses, `stream` a handle, all of this thread alone; the events have been
+    recorded. `turn` counts the buffers used so far.
 
-    Returns (part, turn): a part that the caller is to do, in buffer `turn % len(buffers)`, because a call for it failed or the file ended early; or
-    (-1, turn) at the end.
+    Returns (part, turn): a part that the caller is to do, in buffer `turn % len(buffers)`, because a call for
+    it failed or the file ended early; or (-1, turn) at the end.
     """
     while True:
         i: int = _take(taken)  # type: ignore[call-arg]  # the first argument is numba's to give

@@ -1,7 +1,8 @@
-"""One rank's shards as torch tensors on a device: whole files in large copies, each tensor a view of the device's memory.
+"""One rank's shards as torch tensors on a device: whole files in large copies, each tensor a view of the
+device's memory.
 
-Two ways. `ring`: threads read into a few pinned buffers and copy from there; past the page cache (`direct`) for files that are not in it.
-`auto` is `ring`, or `direct` for files that are not in the page cache.
+Two ways. `ring`: threads read into a few pinned buffers and copy from there; past the page cache (`direct`)
+for files that are not in it. `auto` is `ring`, or `direct` for files that are not in the page cache.
 `mapped`: the read-only mapping of a file is registered with CUDA piece by piece while earlier pieces copy.
 Needs torch; on "cpu" the tensors are views of the mapping and nothing is copied.
 """
@@ -29,9 +30,17 @@ from marlin_convert.shards.reader import Shards, open_shards
 
 PATHS = ("auto", "ring", "direct", "mapped")
 TORCH = {
-    "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64, "I32": torch.int32, "I64": torch.int64,
-    "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "BOOL": torch.bool,
-}  # fmt: skip
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "BOOL": torch.bool,
+}
 #: cudaHostRegisterReadOnly: registers pages of a read-only mapping; not every driver has it
 READ_ONLY = 8
 #: bytes registered at a time
@@ -45,7 +54,9 @@ DIRECT_THREADS = 8
 
 @dataclass
 class LoadedRank:
-    """Tensors and fused views by name, the bytes copied, and seconds per step; `register` is part of `register and copy`."""
+    """Tensors and fused views by name, the bytes copied, and seconds per step; `register` is part of
+    `register and copy`.
+    """
 
     tensors: dict[str, Tensor]
     path: str
@@ -58,39 +69,62 @@ class LoadedRank:
 
 
 def host_tensors(shards: Shards, units: Sequence[str] | None = None) -> dict[str, Tensor]:
-    """Zero-copy torch tensors over the mapping, fused views included. They are read-only memory: writing to one ends the process."""
+    """Zero-copy torch tensors over the mapping, fused views included. They are read-only memory: writing to
+    one ends the process.
+    """
     chosen = [shard for shard in shards.shards() if units is None or shard.unit in units]
-    return {name: tensor for shard in chosen for name, tensor in _views(shard, flat_bytes(shards.mapping(shard))).items()}
+    return {
+        name: tensor
+        for shard in chosen
+        for name, tensor in _views(shard, flat_bytes(shards.mapping(shard))).items()
+    }
 
 
 def load_rank(
-    out: str | os.PathLike[str], rank: int, *, device: str = "cuda", units: Sequence[str] | None = None, path: str = "auto",
+    out: str | os.PathLike[str],
+    rank: int,
+    *,
+    device: str = "cuda",
+    units: Sequence[str] | None = None,
+    path: str = "auto",
     threads: int | None = None,
-) -> LoadedRank:  # fmt: skip
+) -> LoadedRank:
     """Open a rank and bring it to a device; see `load_shards`."""
     return load_shards(open_shards(out, rank), device=device, units=units, path=path, threads=threads)
 
 
 def load_shards(
-    shards: Shards, *, device: str = "cuda", units: Sequence[str] | None = None, path: str = "auto", threads: int | None = None
+    shards: Shards,
+    *,
+    device: str = "cuda",
+    units: Sequence[str] | None = None,
+    path: str = "auto",
+    threads: int | None = None,
 ) -> LoadedRank:
     """Bring a rank (or some units of it, such as `layer-001`) to a device.
 
-    `path` is one of PATHS, `threads` how many read for ring and direct. On return all is there, whatever the stream. Raises OutputError for damaged
-    files, UsageError for an unknown rank, unit or path, MachineError where CUDA or the disk fails.
+    `path` is one of PATHS, `threads` how many read for ring and direct. On return all is there, whatever the
+    stream. Raises OutputError for damaged files, UsageError for an unknown rank, unit or path, MachineError
+    where CUDA or the disk fails.
     """
     if isinstance(units, str):
         raise UsageError(f'units is a list, such as ["{units}"]')
     chosen = [shard for shard in shards.shards() if units is None or shard.unit in units]
     if units is not None and len(chosen) != len(set(units)):
-        raise UsageError(f"{shards.out} has no {sorted(set(units) - {shard.unit for shard in chosen})[0]} on rank {shards.rank}")
+        raise UsageError(
+            f"{shards.out} has no {sorted(set(units) - {shard.unit for shard in chosen})[0]} on rank"
+            f" {shards.rank}"
+        )
     if path not in PATHS:
         raise UsageError(f"path {path}: choose one of {', '.join(PATHS)}")
     begin = time.perf_counter()
     if torch.device(device).type == "cpu":
         return LoadedRank(host_tensors(shards, units), "host")
     if not torch.cuda.is_available():
-        raise MachineError(f"no CUDA GPU to load to (torch {torch.__version__}); the device cpu gives the tensors where they are")
+        raise MachineError(
+            f"no CUDA GPU to load to (torch {torch.__version__}); the device cpu gives the tensors where"
+            " they are"
+        )
     for shard in chosen:
         shards.mapping(shard)  # checks size and identity before anything is copied
     if path == "auto":
@@ -99,7 +133,9 @@ def load_shards(
     loaded = LoadedRank({}, path, 1 if path == "mapped" else threads or min(os.cpu_count() or 1, best))
     try:
         with torch.cuda.device(device):
-            targets = {shard.path: torch.empty(shard.size, dtype=torch.uint8, device="cuda") for shard in chosen}
+            targets = {
+                shard.path: torch.empty(shard.size, dtype=torch.uint8, device="cuda") for shard in chosen
+            }
             loaded.seconds["open"] = time.perf_counter() - begin
             (_copy_mapped if path == "mapped" else _copy_ring)(shards, chosen, targets, loaded)
     except RuntimeError as error:
@@ -112,11 +148,16 @@ def load_shards(
 
 
 def _cached(shards: Shards, chosen: Sequence[Shard]) -> bool:
-    """Whether most of the files lies in the page cache, by a sample of their pages; True where the system does not tell. Not the first pages of a
-    file: they have just been read for its header."""
+    """Whether most of the files lies in the page cache, by a sample of their pages; True where the system
+    does not tell. Not the first pages of a file: they have just been read for its header.
+    """
     if not all(can_tell(shards.out / shard.path) for shard in chosen):
         return True
-    places = [(shard, at) for shard in chosen for at in range(min(SAMPLE, shard.size) // 2 // PAGE * PAGE, shard.size, SAMPLE)]
+    places = [
+        (shard, at)
+        for shard in chosen
+        for at in range(min(SAMPLE, shard.size) // 2 // PAGE * PAGE, shard.size, SAMPLE)
+    ]
     sample = [resident_pages(shards.mapping(shard), at, 4 * PAGE) for shard, at in places]
     return bool(np.concatenate(sample).mean() > 0.5) if sample else True
 
@@ -143,8 +184,11 @@ def flat_bytes(mapped: mmap.mmap) -> Tensor:
         return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
-def _copy_mapped(shards: Shards, chosen: Sequence[Shard], targets: dict[str, Tensor], loaded: LoadedRank) -> None:
-    """Register a piece, set its copy going, register the next. Raises MachineError where the driver cannot register a read-only mapping.
+def _copy_mapped(
+    shards: Shards, chosen: Sequence[Shard], targets: dict[str, Tensor], loaded: LoadedRank
+) -> None:
+    """Register a piece, set its copy going, register the next. Raises MachineError where the driver cannot
+    register a read-only mapping.
 
     On one thread: the driver takes one range at a time, and more threads only wait for each other.
     """
@@ -167,12 +211,16 @@ def _copy_mapped(shards: Shards, chosen: Sequence[Shard], targets: dict[str, Ten
 
 
 def register(part: Tensor) -> float:
-    """Make the GPU able to copy straight from (part of) a read-only mapping; returns the seconds. Raises MachineError where the driver cannot."""
+    """Make the GPU able to copy straight from (part of) a read-only mapping; returns the seconds. Raises
+    MachineError where the driver cannot.
+    """
     begin = time.perf_counter()
     if int(torch.cuda.cudart().cudaHostRegister(part.data_ptr(), part.numel(), READ_ONLY)):
         with suppress(RuntimeError):  # the next kernel would report this failure as its own
             torch.zeros(1, device="cuda")
-        raise MachineError("this driver cannot register a read-only mapping (cudaHostRegisterReadOnly); use the path ring")
+        raise MachineError(
+            "this driver cannot register a read-only mapping (cudaHostRegisterReadOnly); use the path ring"
+        )
     return time.perf_counter() - begin
 
 
@@ -182,8 +230,15 @@ def unregister(addresses: Sequence[int]) -> None:
         torch.cuda.cudart().cudaHostUnregister(address)
 
 
-def _copy_ring(shards: Shards, chosen: Sequence[Shard], targets: dict[str, Tensor], loaded: LoadedRank) -> None:
-    from marlin_convert.shards.ring import CACHED, DIRECT, Part, PinnedRing  # and numba, which the other ways do without
+def _copy_ring(
+    shards: Shards, chosen: Sequence[Shard], targets: dict[str, Tensor], loaded: LoadedRank
+) -> None:
+    from marlin_convert.shards.ring import (
+        CACHED,
+        DIRECT,
+        Part,
+        PinnedRing,
+    )  # and numba, which the other ways do without
 
     begin = time.perf_counter()
     direct = loaded.path == "direct"

@@ -17,7 +17,9 @@ class FinishedFile:
 
 @dataclass(frozen=True)
 class FinishedUnit:
-    """A written unit. `experts` holds E * 16 bytes per (rank, stacked tensor), `source` 16 bytes per source tensor."""
+    """A written unit. `experts` holds E * 16 bytes per (rank, stacked tensor), `source` 16 bytes per source
+    tensor.
+    """
 
     name: str
     files: tuple[FinishedFile, ...]

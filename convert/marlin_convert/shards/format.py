@@ -1,4 +1,6 @@
-"""The shard file: where each tensor goes and what the header says. Pure; the promises are in schemas/README.md."""
+"""The shard file: where each tensor goes and what the header says. Pure; the promises are in
+schemas/README.md.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Placed:
-    """A tensor in a file; `offset` counts from the start of the data, since the header's length depends on all of them."""
+    """A tensor in a file; `offset` counts from the start of the data, since the header's length depends on
+    all of them.
+    """
 
     spec: TensorSpec
     offset: int
@@ -69,9 +73,10 @@ def is_filler(name: str) -> bool:
 def lay_out(specs: Sequence[tuple[TensorSpec, str | None]]) -> FileLayout:
     """Place tensors, given in load order with the name of the fused view each belongs to (or None).
 
-    A fused view's members stay together and are placed as one block. Blocks of whole pages come first in load order; then the others, those of
-    a page or more before the small ones, and these by element size. Each is aligned for its dtype. Raises ValueError for more tensors, longer
-    names or more dimensions than small loaders take.
+    A fused view's members stay together and are placed as one block. Blocks of whole pages come first in load
+    order; then the others, those of a page or more before the small ones, and these by element size. Each is
+    aligned for its dtype. Raises ValueError for more tensors, longer names or more dimensions than small
+    loaders take.
     """
     blocks: list[tuple[str | None, list[TensorSpec]]] = []
     for spec, fuse in specs:
@@ -104,20 +109,37 @@ def lay_out(specs: Sequence[tuple[TensorSpec, str | None]]) -> FileLayout:
             placed.append(Placed(spec, position))
             position += spec.size
     fill_to(PAGE)
-    fused = tuple(FusedView(name, tuple(spec.name for spec in members)) for name, members in blocks if name and len(members) > 1)
+    fused = tuple(
+        FusedView(name, tuple(spec.name for spec in members))
+        for name, members in blocks
+        if name and len(members) > 1
+    )
     _check_limits(placed)
     return FileLayout(tuple(placed), fused, position)
 
 
 def _check_limits(placed: Sequence[Placed]) -> None:
     if len(placed) > MAX_TENSORS:
-        raise ValueError(f"{len(placed)} tensors in one file, more than the {MAX_TENSORS} a small loader takes")
+        raise ValueError(
+            f"{len(placed)} tensors in one file, more than the {MAX_TENSORS} a small loader takes"
+        )
     for tensor in placed:
         name, shape = tensor.spec.name, tensor.spec.shape
-        if not 0 < len(name) <= MAX_NAME or not name.isascii() or not name.isprintable() or "\\" in name or '"' in name:
-            raise ValueError(f"the name {name!r} is not 1 to {MAX_NAME} ASCII characters without backslash or quote")
+        if (
+            not 0 < len(name) <= MAX_NAME
+            or not name.isascii()
+            or not name.isprintable()
+            or "\\" in name
+            or '"' in name
+        ):
+            raise ValueError(
+                f"the name {name!r} is not 1 to {MAX_NAME} ASCII characters without backslash or quote"
+            )
         if len(shape) > 4 or not tensor.spec.size:
-            raise ValueError(f"{name} has the shape {list(shape)}; a small loader takes at most 4 dimensions and nothing empty")
+            raise ValueError(
+                f"{name} has the shape {list(shape)}; a small loader takes at most 4 dimensions and nothing"
+                " empty"
+            )
 
 
 def header_json(layout: FileLayout, metadata: dict[str, str]) -> bytes:
@@ -125,12 +147,18 @@ def header_json(layout: FileLayout, metadata: dict[str, str]) -> bytes:
     document: dict[str, object] = {"__metadata__": metadata}
     for tensor in layout.tensors:
         spec = tensor.spec
-        document[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [tensor.offset, tensor.end]}
+        document[spec.name] = {
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "data_offsets": [tensor.offset, tensor.end],
+        }
     return json.dumps(document, separators=(",", ":")).encode("ascii")
 
 
 def data_start(layout: FileLayout, metadatas: Iterable[dict[str, str]]) -> int:
-    """Where data starts in all files of this layout: the whole pages that hold the length and the longest header."""
+    """Where data starts in all files of this layout: the whole pages that hold the length and the longest
+    header.
+    """
     longest = max(len(header_json(layout, metadata)) for metadata in metadatas)
     return -(-(8 + longest) // PAGE) * PAGE
 
@@ -141,7 +169,9 @@ def header_bytes(layout: FileLayout, metadata: dict[str, str], start: int) -> by
     return (start - 8).to_bytes(8, "little") + raw + b" " * (start - 8 - len(raw))
 
 
-def metadata_of(source_id: str, layout_id: str, tp: int, ep: int, rank: int | None, layer: str, experts: range) -> dict[str, str]:
+def metadata_of(
+    source_id: str, layout_id: str, tp: int, ep: int, rank: int | None, layer: str, experts: range
+) -> dict[str, str]:
     """The identity of a file; `rank` None is common/."""
     return {
         "format": FORMAT,

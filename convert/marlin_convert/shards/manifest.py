@@ -18,7 +18,9 @@ T = TypeVar("T")
 
 
 def sealed(document: dict[str, Any]) -> bytes:
-    """JSON that carries the digest of its own bytes, taken with 32 zeros in its place; `digest` stands third, after the format."""
+    """JSON that carries the digest of its own bytes, taken with 32 zeros in its place; `digest` stands third,
+    after the format.
+    """
     head = {"format": FORMAT, "format_version": FORMAT_VERSION, "digest": NO_DIGEST}
     raw = json.dumps(head | document, separators=(",", ":")).encode("ascii")
     return raw.replace(NO_DIGEST.encode(), digest(raw).hex().encode(), 1)
@@ -28,20 +30,30 @@ def seal_holds(raw: bytes) -> bool:
     """Whether a sealed document is as it was written."""
     key = b'"digest":"'
     at = raw.find(key) + len(key)
-    return at >= len(key) and digest(raw[:at] + NO_DIGEST.encode() + raw[at + 32 :]).hex().encode() == raw[at : at + 32]
+    return (
+        at >= len(key)
+        and digest(raw[:at] + NO_DIGEST.encode() + raw[at + 32 :]).hex().encode() == raw[at : at + 32]
+    )
 
 
 def quantization_config(layout_id: str, num_bits: int, group_size: int, symmetric: bool) -> dict[str, Any]:
     """What stands in the output's config.json; literally in schemas/README.md."""
     return {
-        "quant_method": FORMAT, "format": layout_id, "format_version": FORMAT_VERSION, "bits": num_bits,
-        "group_size": group_size, "symmetric": symmetric, "modules": "routed_experts",
-    }  # fmt: skip
+        "quant_method": FORMAT,
+        "format": layout_id,
+        "format_version": FORMAT_VERSION,
+        "bits": num_bits,
+        "group_size": group_size,
+        "symmetric": symmetric,
+        "modules": "routed_experts",
+    }
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a shard; `offset` from the start of the file, `experts` the place of its digests in digests.bin."""
+    """A tensor of a shard; `offset` from the start of the file, `experts` the place of its digests in
+    digests.bin.
+    """
 
     name: str
     dtype: str
@@ -128,7 +140,9 @@ class Manifest:
 
 
 def read_manifest(out: Path) -> Manifest:
-    """The manifest of a converted folder. Raises OutputError where there is none, or it is damaged or of another version."""
+    """The manifest of a converted folder. Raises OutputError where there is none, or it is damaged or of
+    another version.
+    """
     path = out / "manifest.json"
     try:
         raw = path.read_bytes()
@@ -136,13 +150,22 @@ def read_manifest(out: Path) -> Manifest:
         if not out.is_dir():
             raise UsageError(f"{out} is not a folder") from None
         if (out / "config.json").exists() and not any(out.glob("rank-*")):
-            raise UsageError(f"{out} is no conversion; if it is the published checkpoint, give the output folder instead") from None
-        what = "its conversion has not finished: run the same convert command again" if (out / ".work").exists() else "is it a converted folder?"
+            raise UsageError(
+                f"{out} is no conversion; if it is the published checkpoint, give the output folder instead"
+            ) from None
+        what = (
+            "its conversion has not finished: run the same convert command again"
+            if (out / ".work").exists()
+            else "is it a converted folder?"
+        )
         raise OutputError(f"{out} has no manifest.json; {what}") from None
     except OSError as error:
         raise OutputError(f"{path}: cannot be read ({error.strerror})") from error
     if not seal_holds(raw):
-        raise OutputError(f"{path}: its bytes do not match its own digest: it was damaged or edited; make OUT again: convert with --overwrite")
+        raise OutputError(
+            f"{path}: its bytes do not match its own digest: it was damaged or edited; make OUT again:"
+            " convert with --overwrite"
+        )
     return parse_manifest(raw, path)
 
 
@@ -160,7 +183,9 @@ def parse_manifest(raw: bytes, path: Path) -> Manifest:
 
 def _manifest(document: dict[str, Any]) -> Manifest:
     """All that is used, each of its type. Keys that a later release added are left alone."""
-    parallel, layout, source, model = (_mapping(document[key]) for key in ("parallel", "layout", "source", "model"))
+    parallel, layout, source, model = (
+        _mapping(document[key]) for key in ("parallel", "layout", "source", "model")
+    )
     tp, ep = _number(parallel["tp"]), _number(parallel["ep"])
     if not ep or not tp or tp % ep or not _number(layout["group_size"]):
         raise ValueError(f"tp {tp}, ep {ep}, group size {layout['group_size']}")
@@ -171,16 +196,31 @@ def _manifest(document: dict[str, Any]) -> Manifest:
     if len(set(names)) != len(names) or not {shard.unit for shard in shards} <= set(names):
         raise ValueError("units and the units of shards do not go together")
     return Manifest(
-        document=document, tp=tp, ep=ep, ranks=_numbers(document["ranks"]), layers=_numbers(document["layers"]), complete=document["complete"],
-        checks=_text(document["checks"]), layout_id=_text(layout["id"]), group_size=_number(layout["group_size"]), source_id=_text(source["id"]),
-        model=model, units=units, shards=shards,
-        files=tuple(ListedFile(_path(file["path"]), _number(file["size"]), _text(file["digest"])) for file in document["files"]),
-    )  # fmt: skip
+        document=document,
+        tp=tp,
+        ep=ep,
+        ranks=_numbers(document["ranks"]),
+        layers=_numbers(document["layers"]),
+        complete=document["complete"],
+        checks=_text(document["checks"]),
+        layout_id=_text(layout["id"]),
+        group_size=_number(layout["group_size"]),
+        source_id=_text(source["id"]),
+        model=model,
+        units=units,
+        shards=shards,
+        files=tuple(
+            ListedFile(_path(file["path"]), _number(file["size"]), _text(file["digest"]))
+            for file in document["files"]
+        ),
+    )
 
 
 def _unit(unit: dict[str, Any]) -> UnitInfo:
     layer = None if unit["layer"] is None else _number(unit["layer"])
-    return UnitInfo(_text(unit["name"]), layer, _each(_origin, unit["tensors"]), _each(_text, unit["checked"]))
+    return UnitInfo(
+        _text(unit["name"]), layer, _each(_origin, unit["tensors"]), _each(_text, unit["checked"])
+    )
 
 
 def _origin(tensor: dict[str, Any]) -> Origin:
@@ -193,21 +233,35 @@ def _shard(shard: dict[str, Any]) -> Shard:
     rank = None if shard["rank"] is None else _number(shard["rank"])
     tensors, fused = _each(_stored, shard["tensors"]), _each(_fused, shard["fused"])
     return Shard(
-        _path(shard["path"]), _text(shard["unit"]), rank, _number(shard["size"]), _digest(shard["header"]), _digest(shard["digest"]), tensors, fused
+        _path(shard["path"]),
+        _text(shard["unit"]),
+        rank,
+        _number(shard["size"]),
+        _digest(shard["header"]),
+        _digest(shard["digest"]),
+        tensors,
+        fused,
     )
 
 
 def _stored(tensor: dict[str, Any]) -> StoredTensor:
     experts = _number(tensor["experts"]) if "experts" in tensor else None
     return StoredTensor(
-        _text(tensor["name"]), _text(tensor["dtype"]), _numbers(tensor["shape"]), _number(tensor["offset"]), _number(tensor["size"]),
-        _digest(tensor["digest"]), experts,
-    )  # fmt: skip
+        _text(tensor["name"]),
+        _text(tensor["dtype"]),
+        _numbers(tensor["shape"]),
+        _number(tensor["offset"]),
+        _number(tensor["size"]),
+        _digest(tensor["digest"]),
+        experts,
+    )
 
 
 def _fused(view: dict[str, Any]) -> FusedTensor:
     members = _each(_text, view["members"])
-    return FusedTensor(_text(view["name"]), _text(view["dtype"]), _numbers(view["shape"]), _number(view["offset"]), members)
+    return FusedTensor(
+        _text(view["name"]), _text(view["dtype"]), _numbers(view["shape"]), _number(view["offset"]), members
+    )
 
 
 def _mapping(value: Any) -> dict[str, Any]:

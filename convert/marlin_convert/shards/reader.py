@@ -27,9 +27,22 @@ Array = npt.NDArray[np.generic]
 
 #: bf16 has no numpy dtype: its bits come as uint16
 NUMPY = {
-    "BF16": np.uint16, "F16": np.float16, "F32": np.float32, "F64": np.float64, "I32": np.int32, "I64": np.int64, "U8": np.uint8, "I8": np.int8,
-    "I16": np.int16, "U16": np.uint16, "U32": np.uint32, "U64": np.uint64, "BOOL": np.bool_, "F8_E4M3": np.uint8, "F8_E5M2": np.uint8,
-}  # fmt: skip
+    "BF16": np.uint16,
+    "F16": np.float16,
+    "F32": np.float32,
+    "F64": np.float64,
+    "I32": np.int32,
+    "I64": np.int64,
+    "U8": np.uint8,
+    "I8": np.int8,
+    "I16": np.int16,
+    "U16": np.uint16,
+    "U32": np.uint32,
+    "U64": np.uint64,
+    "BOOL": np.bool_,
+    "F8_E4M3": np.uint8,
+    "F8_E5M2": np.uint8,
+}
 
 
 @dataclass(repr=False)
@@ -71,26 +84,40 @@ class Shards:
     def layer(self, layer: int) -> dict[str, Array]:
         """All tensors and fused views of a layer."""
         unit = f"layer-{layer:03d}"
-        return {name: self[name] for name in [*self.names(unit), *(name for name, (shard, _) in self._fused.items() if shard.unit == unit)]}
+        return {
+            name: self[name]
+            for name in [
+                *self.names(unit),
+                *(name for name, (shard, _) in self._fused.items() if shard.unit == unit),
+            ]
+        }
 
     def expert(self, name: str, expert: int) -> Array:
-        """One routed expert of a stacked tensor, by its number in the model. Raises UsageError for one that this rank does not own."""
+        """One routed expert of a stacked tensor, by its number in the model. Raises UsageError for one that
+        this rank does not own.
+        """
         stacked, manifest = self[name], self.manifest
         first = (self.rank or 0) // (manifest.tp // manifest.ep) * stacked.shape[0]
         if not first <= expert < first + stacked.shape[0]:
-            raise UsageError(f"rank {self.rank} owns the experts {first} to {first + stacked.shape[0] - 1}, not {expert}")
+            raise UsageError(
+                f"rank {self.rank} owns the experts {first} to {first + stacked.shape[0] - 1}, not {expert}"
+            )
         one: Array = stacked[expert - first]
         return one
 
     def read(self, name: str, begin: int, count: int) -> npt.NDArray[np.uint8]:
-        """The bytes of rows `begin` to `begin + count` of a tensor's first dimension, read and not mapped: an error of the disk is an exception here,
-        where touching a mapping would end the process. Raises OutputError where the file is short, MachineError where it cannot be read."""
+        """The bytes of rows `begin` to `begin + count` of a tensor's first dimension, read and not mapped: an
+        error of the disk is an exception here, where touching a mapping would end the process. Raises
+        OutputError where the file is short, MachineError where it cannot be read.
+        """
         shard, tensor = self._where[name]
         self.mapping(shard)  # sees that it is the right file
         row = tensor.size // tensor.shape[0]
         found = read_bytes(self.out / shard.path, tensor.offset + begin * row, count * row)
         if found.size < count * row:
-            raise OutputError(f"{self.out / shard.path} ended before {name} did, while it was being read; run verify")
+            raise OutputError(
+                f"{self.out / shard.path} ended before {name} did, while it was being read; run verify"
+            )
         return found
 
     def tensors(self, units: Sequence[str] | None = None) -> dict[str, Tensor]:
@@ -100,7 +127,9 @@ class Shards:
         return host_tensors(self, units)
 
     def to(self, device: str, units: Sequence[str] | None = None, path: str = "auto") -> dict[str, Tensor]:
-        """The rank (or some units of it) on a device, in large copies; see `convert.shards.device.load_rank`. Needs torch."""
+        """The rank (or some units of it) on a device, in large copies; see `convert.shards.device.load_rank`.
+        Needs torch.
+        """
         from marlin_convert.shards.device import load_shards
 
         return load_shards(self, device=device, units=units, path=path).tensors
@@ -129,17 +158,26 @@ class Shards:
                 with path.open("rb") as file:
                     size = os.fstat(file.fileno()).st_size
                     if size != shard.size:
-                        raise OutputError(f"{path} has {size} bytes, the manifest says {shard.size}; run verify")
+                        raise OutputError(
+                            f"{path} has {size} bytes, the manifest says {shard.size}; run verify"
+                        )
                     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             except OSError as error:
                 raise OutputError(f"{path}: cannot be read ({error.strerror}); run verify") from error
             length = int.from_bytes(mapped[:8], "little")
-            metadata = parse_header(shard.path, size, mapped[8 : 8 + length]).metadata if 8 + length <= size else {}
+            metadata = (
+                parse_header(shard.path, size, mapped[8 : 8 + length]).metadata if 8 + length <= size else {}
+            )
             rank = "common" if shard.rank is None else str(shard.rank)
-            layer = str(int(shard.unit.removeprefix("layer-"))) if shard.unit.startswith("layer-") else shard.unit
+            layer = (
+                str(int(shard.unit.removeprefix("layer-"))) if shard.unit.startswith("layer-") else shard.unit
+            )
             for key, expected in (("rank", rank), ("layer", layer), ("source", self.manifest.source_id)):
                 if metadata.get(key) != expected:
-                    raise OutputError(f"{path}: its header says {key} {metadata.get(key)}, in this place it must be {expected}; run verify")
+                    raise OutputError(
+                        f"{path}: its header says {key} {metadata.get(key)}, in this place it must be"
+                        f" {expected}; run verify"
+                    )
             self._maps[shard.path] = mapped
         return self._maps[shard.path]
 
@@ -152,11 +190,15 @@ class Shards:
     def __enter__(self) -> Shards:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._maps.clear()  # views may outlive the block: each map goes with its last one
 
 
-def open_shards(out: str | os.PathLike[str], rank: int | None = 0, manifest: Manifest | None = None) -> Shards:
+def open_shards(
+    out: str | os.PathLike[str], rank: int | None = 0, manifest: Manifest | None = None
+) -> Shards:
     """Open a rank of a converted folder (None: common/); its manifest is read unless it is given.
 
     Raises OutputError, or UsageError for a rank that is not there.
@@ -166,6 +208,11 @@ def open_shards(out: str | os.PathLike[str], rank: int | None = 0, manifest: Man
     if rank is not None and rank not in manifest.ranks:
         raise UsageError(f"{out} has no rank {rank}; it has {', '.join(map(str, manifest.ranks))}")
     shards = [shard for shard in manifest.shards if shard.rank == rank]
-    where = {tensor.name: (shard, tensor) for shard in shards for tensor in shard.tensors if not is_filler(tensor.name)}
+    where = {
+        tensor.name: (shard, tensor)
+        for shard in shards
+        for tensor in shard.tensors
+        if not is_filler(tensor.name)
+    }
     fused = {view.name: (shard, view) for shard in shards for view in shard.fused}
     return Shards(folder, manifest, rank, where, fused)

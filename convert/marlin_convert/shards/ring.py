@@ -1,4 +1,6 @@
-"""Files to a GPU through a few pinned buffers: threads, each with two of them and a stream of its own, read into one while the other copies."""
+"""Files to a GPU through a few pinned buffers: threads, each with two of them and a stream of its own, read
+into one while the other copies.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,16 @@ from marlin_convert.errors import MachineError
 from marlin_convert.reads import OpenFile
 from marlin_convert.shards.copy_loop import Words, functions, read_and_copy
 
-#: bytes of a buffer for reads from the page cache and for reads from the disk, as measured fastest on an H200 machine. Of the former all together fit
-#: its third cache
+#: bytes of a buffer for reads from the page cache and for reads from the disk, as measured fastest on an H200
+#: machine. Of the former all together fit its third cache
 CACHED, DIRECT = 4 << 20, 16 << 20
 
 
 @dataclass(frozen=True)
 class Part:
-    """Bytes from `offset` of a file to `target`, at most a buffer of them. Where the file is read directly, offset and size are whole pages."""
+    """Bytes from `offset` of a file to `target`, at most a buffer of them. Where the file is read directly,
+    offset and size are whole pages.
+    """
 
     file: OpenFile
     offset: int
@@ -37,19 +41,26 @@ class PinnedRing:
         self.size = size
         self._memory = _pinned(2 * threads * size)
         none = np.zeros(2, np.int64)
-        _Job([]).loop(none, none, 0, 0)  # compiles the loop, or fetches it from the cache, before the threads need it
+        _Job([]).loop(
+            none, none, 0, 0
+        )  # compiles the loop, or fetches it from the cache, before the threads need it
 
     def parts(self, file: OpenFile, offset: int, target: Tensor) -> list[Part]:
         """A stretch of a file in parts that fit a buffer; `target` is flat bytes."""
-        return [Part(file, offset + at, target[at : at + self.size]) for at in range(0, target.numel(), self.size)]
+        return [
+            Part(file, offset + at, target[at : at + self.size]) for at in range(0, target.numel(), self.size)
+        ]
 
     def copy(self, parts: Iterable[Part]) -> None:
-        """Copy all, to one device, and wait for it. Raises MachineError where a file ends early or cannot be read, RuntimeError where CUDA fails."""
+        """Copy all, to one device, and wait for it. Raises MachineError where a file ends early or cannot be
+        read, RuntimeError where CUDA fails.
+        """
         job = _Job(list(parts))
         if not job.parts:
             return
         device = job.parts[0].target.device
-        # what the caller's stream still does with this memory comes first: it may have belonged to another tensor a moment ago
+        # what the caller's stream still does with this memory comes first: it may have belonged to another
+        # tensor a moment ago
         ready = torch.cuda.current_stream(device).record_event()
         buffers = self._memory.split(self.size)
         try:
@@ -73,7 +84,9 @@ class _Job:
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = parts
         self.failures: list[BaseException] = []
-        rows = [(part.file.descriptor, part.offset, part.target.data_ptr(), part.target.numel()) for part in parts]
+        rows = [
+            (part.file.descriptor, part.offset, part.target.data_ptr(), part.target.numel()) for part in parts
+        ]
         self._table: Words = np.array(rows, np.int64).reshape(-1, 4)
         self._taken = np.zeros(1, np.int64)
         self._working = 0
@@ -89,7 +102,9 @@ class _Job:
         self._taken[0] = len(self.parts)
 
     def wait(self) -> None:
-        """Until every part was taken and no thread works. A thread that only comes later finds nothing to do."""
+        """Until every part was taken and no thread works. A thread that only comes later finds nothing to
+        do.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._taken[0] >= len(self.parts) and not self._working)
 
@@ -123,7 +138,10 @@ class _Job:
     def _copy(self, buffers: Sequence[Tensor], stream: torch.cuda.Stream) -> None:
         torch.cuda.set_stream(stream)
         events = [stream.record_event() for _ in buffers]
-        addresses = np.array([buffer.data_ptr() for buffer in buffers]), np.array([event.cuda_event for event in events])
+        addresses = (
+            np.array([buffer.data_ptr() for buffer in buffers]),
+            np.array([event.cuda_event for event in events]),
+        )
         turn = 0
         while True:
             i, turn = self.loop(*addresses, stream.cuda_stream, turn)
@@ -139,7 +157,10 @@ def _again(part: Part, buffer: Tensor, free: torch.cuda.Event) -> None:
     free.synchronize()
     length = part.target.numel()
     if part.file.fill(buffer[:length].numpy().data, part.offset, length) < length:
-        raise MachineError(f"{part.file.path} ended at byte {os.fstat(part.file.plain).st_size} while it was being read; run verify")
+        raise MachineError(
+            f"{part.file.path} ended at byte {os.fstat(part.file.plain).st_size} while it was being read; run"
+            " verify"
+        )
     # a target made in inference mode may be written to only there; others may be anywhere
     with torch.inference_mode():
         part.target.copy_(buffer[:length], non_blocking=True)

@@ -1,4 +1,6 @@
-"""Writing the shard files of a unit: preallocated, at any offset from any thread, and visible under their names only when whole."""
+"""Writing the shard files of a unit: preallocated, at any offset from any thread, and visible under their
+names only when whole.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from marlin_convert.files import PAGE, drop_cache, file_system_of, machine_error, open_direct, sync_folder, write_all
+from marlin_convert.files import (
+    PAGE,
+    drop_cache,
+    file_system_of,
+    machine_error,
+    open_direct,
+    sync_folder,
+    write_all,
+)
 
 PARTIAL = ".partial"
 
@@ -36,7 +46,9 @@ class ShardFile:
         return self.path.with_name(self.path.name + PARTIAL)
 
     def open(self, head: bytes) -> None:
-        """Create it anew with all its space and its header. What a broken run left is removed first, since fillers must be zero."""
+        """Create it anew with all its space and its header. What a broken run left is removed first, since
+        fillers must be zero.
+        """
         try:
             self.partial.unlink(missing_ok=True)
             self.plain = os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
@@ -47,7 +59,9 @@ class ShardFile:
             raise machine_error(f"creating {self.partial}", error) from error
 
     def write(self, data: npt.NDArray[Any], offset: int) -> None:
-        """Write a contiguous array at `offset`. Whole pages go past the page cache; nobody else ever touches those pages."""
+        """Write a contiguous array at `offset`. Whole pages go past the page cache; nobody else ever touches
+        those pages.
+        """
         view = data.reshape(-1).view(np.uint8).data
         aligned = offset % PAGE == 0 and len(view) % PAGE == 0 and data.ctypes.data % PAGE == 0
         self._count(1)
@@ -66,7 +80,8 @@ class ShardFile:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                self.direct_io = False  # opened but not usable here: from now on the ordinary way; others may be using the descriptor
+                # opened but not usable here: from now on the ordinary way; others may be using the descriptor
+                self.direct_io = False
         write_all(self.plain, view, offset)
 
     def _count(self, change: int) -> None:
@@ -74,7 +89,9 @@ class ShardFile:
             self.writers += change
 
     def finish(self) -> None:
-        """Make the content durable and give the file its name. A failure here condemns the file: a second fsync may lie."""
+        """Make the content durable and give the file its name. A failure here condemns the file: a second
+        fsync may lie.
+        """
         try:
             os.fsync(self.plain)
             drop_cache(self.plain, 0, self.size)

@@ -68,7 +68,9 @@ def _place(tensor: Tensor, dims: Dims, places: int) -> int:
     """Where in the block a tensor starts, in groups of codes."""
     if tensor.expert < 0:
         return crc32(tensor.name.encode()) % places
-    number = (tensor.layer * dims.experts + tensor.expert) * len(_PROJECTIONS) + _PROJECTIONS.index(tensor.projection)
+    number = (tensor.layer * dims.experts + tensor.expert) * len(_PROJECTIONS) + _PROJECTIONS.index(
+        tensor.projection
+    )
     # Steps of about the golden ratio, and with no factor of `places`, come to every place before any twice.
     return number * _STEP % places
 

@@ -93,7 +93,9 @@ class Tensor:
 
 
 def plan_files(dims: Dims, form: Form = "k26", shape_dtype: ShapeDtype = "I32") -> list[list[Tensor]]:
-    """The tensors of each file, in the order of names: one layer a file, then the top, projector and tower."""
+    """The tensors of each file, in the order of names: one layer a file, then the top, projector and
+    tower.
+    """
     prefix = TEXT_PREFIX[form]
     files = [list(_layer(dims, layer, prefix, shape_dtype)) for layer in range(dims.layers)]
     files.append(list(_top(dims, prefix)))
@@ -108,11 +110,15 @@ def plan_files(dims: Dims, form: Form = "k26", shape_dtype: ShapeDtype = "I32") 
 def split_layer_files(files: list[list[Tensor]]) -> list[list[Tensor]]:
     """Cuts the first MoE layer in two files, through the middle of an expert.
 
-    The cut falls between an expert's packed gate and its scale, so that not even one matrix is whole in a file.
+    The cut falls between an expert's packed gate and its scale, so that not even one matrix is whole in a
+    file.
     """
     at = next(i for i, file in enumerate(files) if any(t.expert >= 0 for t in file))
     middle = (max(t.expert for t in files[at]) + 1) // 2
-    cut = next(i for i, t in enumerate(files[at]) if t.expert == middle and t.name.endswith("weight_packed")) + 1
+    cut = (
+        next(i for i, t in enumerate(files[at]) if t.expert == middle and t.name.endswith("weight_packed"))
+        + 1
+    )
     return [*files[:at], files[at][:cut], files[at][cut:], *files[at + 1 :]]
 
 
@@ -125,7 +131,9 @@ def _layer(dims: Dims, layer: int, prefix: str, shape_dtype: ShapeDtype) -> Iter
         return
     yield Tensor(f"{base}mlp.gate.weight", "BF16", (dims.experts, dims.hidden), layer)
     yield Tensor(f"{base}mlp.gate.e_score_correction_bias", "F32", (dims.experts,), layer)
-    yield from _mlp(f"{base}mlp.shared_experts.", layer, dims.hidden, dims.shared_experts * dims.moe_intermediate)
+    yield from _mlp(
+        f"{base}mlp.shared_experts.", layer, dims.hidden, dims.shared_experts * dims.moe_intermediate
+    )
     for expert in range(dims.experts):
         for projection in ("gate", "up", "down"):
             rows, columns = dims.expert_shape(projection)

@@ -1,6 +1,7 @@
 """Values that tell where they belong: each is a hash of the tensor and of its place there.
 
-Whatever a converter swaps (layers, experts, projections, rows, columns, halves, ranks), the bytes come out wrong.
+Whatever a converter swaps (layers, experts, projections, rows, columns, halves, ranks), the bytes come out
+wrong.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from numpy.typing import NDArray
 
 from .names import SMALL, TEXT_PREFIX, Dims, Tensor
 
-# Positive bf16 numbers from 2**-8 up: the last nine bits vary, four powers of two, as the scales of a real model do.
+# Positive bf16 numbers from 2**-8 up: the last nine bits vary, four powers of two, as the scales of a real
+# model do.
 BF16_BASE = 0x3B80
 
 
@@ -29,7 +31,9 @@ def expected_codes(
     spread = _hash_grid(name, rows, columns)
     codes = (1 + ((spread >> np.uint32(16)) * np.uint32(15) >> np.uint32(16))).astype(np.uint8)
     pick = _hash_grid(name + "/peak", rows, columns // group)
-    place = np.arange(columns // group, dtype=np.uint32) * np.uint32(group) + (pick >> np.uint32(8)) % np.uint32(group)
+    place = np.arange(columns // group, dtype=np.uint32) * np.uint32(group) + (
+        pick >> np.uint32(8)
+    ) % np.uint32(group)
     np.put_along_axis(codes, place.astype(np.int64), np.where(pick & 1, 15, 1).astype(np.uint8), axis=1)
     return codes
 
@@ -42,7 +46,9 @@ def expected_packed(
 
 
 def expected_scales(layer: int, expert: int, projection: str, rows: int, groups: int) -> NDArray[np.uint16]:
-    """`weight_scale` of a routed expert's matrix as the bits of bf16 numbers, [rows, groups]. All are positive."""
+    """`weight_scale` of a routed expert's matrix as the bits of bf16 numbers, [rows, groups]. All are
+    positive.
+    """
     spread = _hash_grid(_matrix(layer, expert, projection, "scales"), rows, groups)
     return (BF16_BASE + (spread >> np.uint32(23))).astype(np.uint16)
 

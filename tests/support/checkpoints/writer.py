@@ -20,8 +20,8 @@ _REFERENCE_DTYPES = ("I64", "F32", "I32", "BF16")
 def arrange(tensors: list[Tensor], order: Order, seed: int = 0) -> tuple[list[Tensor], list[Tensor]]:
     """Puts a file's tensors in order: first the order of their data, then of their names in the header.
 
-    "reference" is how the safetensors library writes, "interleaved" keeps each matrix's packed, scale and shape
-    together, and "shuffled" follows no rule, nor does its header follow its data.
+    "reference" is how the safetensors library writes, "interleaved" keeps each matrix's packed, scale and
+    shape together, and "shuffled" follows no rule, nor does its header follow its data.
     """
     data = list(tensors)
     if order == "reference":

@@ -1,6 +1,7 @@
 """From published matrices to what each rank's kernel must read: plain torch, from the definition alone.
 
-Nothing here uses the layout: w13 of a rank is its rows of gate, then its rows of up; w2 its columns of down; code c of group g is (c - 8) * scale.
+Nothing here uses the layout: w13 of a rank is its rows of gate, then its rows of up; w2 its columns of down;
+code c of group g is (c - 8) * scale.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ Pair = tuple[Tensor, Tensor]
 
 
 def weight(codes: Tensor, scale: Tensor) -> Tensor:
-    """uint8 codes [N, K] and bf16 scales [N, G] -> bf16 [N, K], the product rounded once as the kernel rounds it."""
+    """uint8 codes [N, K] and bf16 scales [N, G] -> bf16 [N, K], the product rounded once as the kernel rounds
+    it.
+    """
     n, k = codes.shape
     groups = scale.shape[1]
-    return ((codes.to(torch.bfloat16) - 8).reshape(n, groups, k // groups) * scale.unsqueeze(-1)).reshape(n, k)
+    return ((codes.to(torch.bfloat16) - 8).reshape(n, groups, k // groups) * scale.unsqueeze(-1)).reshape(
+        n, k
+    )
 
 
 def unpack_codes(packed: Tensor) -> Tensor:
@@ -53,12 +58,17 @@ class ExpertWeights:
 
     def w13(self, index: int, moe_tp: int) -> Pair:
         """Codes and scales [2I, H] of slice `index`: gate rows, then up rows."""
-        parts = [[_rows(table[p], index, moe_tp) for p in ("gate_proj", "up_proj")] for table in (self.codes, self.scales)]
+        parts = [
+            [_rows(table[p], index, moe_tp) for p in ("gate_proj", "up_proj")]
+            for table in (self.codes, self.scales)
+        ]
         return torch.cat(parts[0]), torch.cat(parts[1])
 
     def w2(self, index: int, moe_tp: int) -> Pair:
         """Codes and scales [H, I] of slice `index`: columns of down."""
-        return _columns(self.codes["down_proj"], index, moe_tp), _columns(self.scales["down_proj"], index, moe_tp)
+        return _columns(self.codes["down_proj"], index, moe_tp), _columns(
+            self.scales["down_proj"], index, moe_tp
+        )
 
 
 def _rows(matrix: Tensor, index: int, parts: int) -> Tensor:

@@ -14,10 +14,14 @@ from marlin_convert.layout.scales import GROUPED, SINGLE
 FITS = 0.95
 
 
-def diagnose(read: Tensor, pair: Pair, projection: str, others: Callable[[], Iterator[tuple[str, Pair]]]) -> str:
-    """Name the usual mistake that explains `read` [N, K] (weights as the kernel saw them), given the true codes and scales.
+def diagnose(
+    read: Tensor, pair: Pair, projection: str, others: Callable[[], Iterator[tuple[str, Pair]]]
+) -> str:
+    """Name the usual mistake that explains `read` [N, K] (weights as the kernel saw them), given the true
+    codes and scales.
 
-    `others` yields what the matrix might be instead: other ranks' slices, neighbouring experts. Returns "" where nothing fits.
+    `others` yields what the matrix might be instead: other ranks' slices, neighbouring experts. Returns ""
+    where nothing fits.
     """
     for name, codes, scale in _mistakes(pair, projection, others):
         if codes.shape == read.shape and (weight(codes, scale) == read).float().mean().item() >= FITS:
@@ -25,7 +29,9 @@ def diagnose(read: Tensor, pair: Pair, projection: str, others: Callable[[], Ite
     return ""
 
 
-def _mistakes(pair: Pair, projection: str, others: Callable[[], Iterator[tuple[str, Pair]]]) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _mistakes(
+    pair: Pair, projection: str, others: Callable[[], Iterator[tuple[str, Pair]]]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
     codes, scale = pair
     if projection == "w13":
         half = codes.shape[0] // 2
@@ -34,7 +40,14 @@ def _mistakes(pair: Pair, projection: str, others: Callable[[], Iterator[tuple[s
     for order, what in ((GROUPED, "64"), (SINGLE, "32")):
         wrong = _as_if_stored(scale, order)
         if wrong is not None:
-            yield f"the scales are {'not permuted' if what == '64' else 'permuted in the order of 32 columns, not of 64'}", codes, wrong
+            yield (
+                (
+                    "the scales are"
+                    f" {'not permuted' if what == '64' else 'permuted in the order of 32 columns, not of 64'}"
+                ),
+                codes,
+                wrong,
+            )
     yield "the codes lack the offset of 8 (two's complement stored as is)", codes ^ 8, scale
     pairs = codes.reshape(codes.shape[0], -1, 2).flip(-1).reshape(codes.shape)
     yield "the two nibbles of each byte are swapped", pairs, scale
@@ -45,9 +58,11 @@ def _mistakes(pair: Pair, projection: str, others: Callable[[], Iterator[tuple[s
 
 
 def _as_if_stored(scale: Tensor, order: object) -> Tensor | None:
-    """The scales that the kernel would see had they been stored unpermuted (GROUPED) or in the SINGLE order instead of GROUPED.
+    """The scales that the kernel would see had they been stored unpermuted (GROUPED) or in the SINGLE order
+    instead of GROUPED.
 
-    The kernel takes column GROUPED[c] of a run from place c. What lies at place c is column c when not permuted, SINGLE's column otherwise.
+    The kernel takes column GROUPED[c] of a run from place c. What lies at place c is column c when not
+    permuted, SINGLE's column otherwise.
     """
     n = scale.shape[0]
     if n % 64:

@@ -12,8 +12,8 @@ from marlin_convert.checks.report import Finding
 from marlin_convert.kernels.fused_moe import Matrix, contiguous_expert_map, fused_moe, make_workspace, route
 from marlin_convert.kernels.providers import Provider
 
-#: Five roundings to bf16 lie between x and the result (w13, silu * up, w2, a rank's sum, and the two factors of silu * up count
-#: twice): 5 * 2^-9.
+#: Five roundings to bf16 lie between x and the result (w13, silu * up, w2, a rank's sum, and the two factors
+#: of silu * up count twice): 5 * 2^-9.
 FUSED_TOLERANCE = 5 * 2.0**-9
 
 
@@ -36,13 +36,17 @@ class FusedCheck:
 
     def add_reference(self, expert: int, whole: ExpertWeights) -> None:
         """Add an expert's share of the unsharded result, in float32."""
-        gate, up, down = (whole.whole(projection).float() for projection in ("gate_proj", "up_proj", "down_proj"))
+        gate, up, down = (
+            whole.whole(projection).float() for projection in ("gate_proj", "up_proj", "down_proj")
+        )
         for count, (x, weights, ids) in self._inputs.items():
             tokens, choices = (ids == expert).nonzero(as_tuple=True)
             if tokens.numel():
                 rows = x[tokens].float()
                 inner = torch.nn.functional.silu(rows @ gate.t()) * (rows @ up.t())
-                self._reference[count].index_add_(0, tokens, (inner @ down.t()) * weights[tokens, choices].unsqueeze(1))
+                self._reference[count].index_add_(
+                    0, tokens, (inner @ down.t()) * weights[tokens, choices].unsqueeze(1)
+                )
 
     def keep(self, rank: int, experts: range, matrices: dict[str, Matrix]) -> None:
         """Keep a batch of a rank's tensors on the device until all are there."""
@@ -63,15 +67,30 @@ class FusedCheck:
             for rank, kept in self._kept.items():
                 owned = self._files.owned(rank)
                 whole = len(owned) == self._files.experts
-                expert_map = None if whole else contiguous_expert_map(self._files.experts, owned.start, owned.stop, self._device)
+                expert_map = (
+                    None
+                    if whole
+                    else contiguous_expert_map(self._files.experts, owned.start, owned.stop, self._device)
+                )
                 total += fused_moe(
-                    provider, x, kept["w13.words"], kept["w13.scales"], kept["w2.words"], kept["w2.scales"], weights, ids,
-                    expert_map=expert_map, workspace=workspace,
-                ).float()  # fmt: skip
+                    provider,
+                    x,
+                    kept["w13.words"],
+                    kept["w13.scales"],
+                    kept["w2.words"],
+                    kept["w2.scales"],
+                    weights,
+                    ids,
+                    expert_map=expert_map,
+                    workspace=workspace,
+                ).float()
             reference = self._reference[count]
             error = float((total - reference).norm() / reference.norm().clamp_min(1e-30))
             ok = error <= FUSED_TOLERANCE
             report.fused.append(FusedVerdict(self._files.layer, count, error, FUSED_TOLERANCE, ok))
             if not ok:
-                what = f"the fused MoE over all ranks has a relative error of {error:.2e} at {count} tokens, more than {FUSED_TOLERANCE:.2e}"
+                what = (
+                    f"the fused MoE over all ranks has a relative error of {error:.2e} at {count} tokens,"
+                    f" more than {FUSED_TOLERANCE:.2e}"
+                )
                 report.findings.append(Finding(f"layer-{self._files.layer:03d}", what, self._files.layer))

@@ -1,4 +1,6 @@
-"""One converted layer as the kernel check sees it: where each rank's experts lie, and where their originals come from."""
+"""One converted layer as the kernel check sees it: where each rank's experts lie, and where their originals
+come from.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ Original = dict[str, tuple[npt.NDArray[np.int32], npt.NDArray[np.uint16]]]
 class LayerFiles:
     """A layer's stacked tensors on all ranks at hand.
 
-    `stored(rank, name, begin, count)` is the bytes of some of a rank's experts of one of them; `path(rank)` is the file's name inside OUT.
+    `stored(rank, name, begin, count)` is the bytes of some of a rank's experts of one of them; `path(rank)`
+    is the file's name inside OUT.
     """
 
     layer: int
@@ -83,18 +86,31 @@ def originals_from_source(source: Source, files: LayerFiles) -> Originals:
             for kind in ("weight_packed", "weight_scale")
         ]
         places = [source.tensors[name] for name in names]
-        data = read_pieces(PieceReader(source.path, direct=False), [Piece(p.file, p.entry.offset, p.entry.size) for p in places])
+        data = read_pieces(
+            PieceReader(source.path, direct=False),
+            [Piece(p.file, p.entry.offset, p.entry.size) for p in places],
+        )
         arrays = iter(data)
-        return [{projection: _matrix(files.shape, projection, next(arrays), next(arrays)) for projection in PROJECTIONS} for _ in experts]
+        return [
+            {
+                projection: _matrix(files.shape, projection, next(arrays), next(arrays))
+                for projection in PROJECTIONS
+            }
+            for _ in experts
+        ]
 
     return read
 
 
-def originals_restored(files: LayerFiles, digests: Mapping[str, bytes], report: Callable[[Finding], None]) -> Originals:
-    """The matrices restored from all ranks' shards by the inverse layout: what is left of them when the source is gone.
+def originals_restored(
+    files: LayerFiles, digests: Mapping[str, bytes], report: Callable[[Finding], None]
+) -> Originals:
+    """The matrices restored from all ranks' shards by the inverse layout: what is left of them when the
+    source is gone.
 
-    Both sides of the kernel check then come from the same bytes, so each restored matrix is first compared with the digest that the published one
-    had (`digests`, kept in OUT); `report` gets a finding for each that differs.
+    Both sides of the kernel check then come from the same bytes, so each restored matrix is first compared
+    with the digest that the published one had (`digests`, kept in OUT); `report` gets a finding for each that
+    differs.
     """
 
     shapes = {tensor.name: tensor.shape for tensor in files.layout.stacked(files.shape)}
@@ -103,31 +119,59 @@ def originals_restored(files: LayerFiles, digests: Mapping[str, bytes], report: 
         pieces: Mapping[int, dict[str, Bytes]], experts: range, i: int, projection: str
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint16]]:
         out, inputs = files.shape.matrix(projection)
-        packed, scale = np.zeros((out, inputs // 16), np.uint64), np.zeros((out, inputs // files.shape.group_size), np.uint16)
+        packed, scale = (
+            np.zeros((out, inputs // 16), np.uint64),
+            np.zeros((out, inputs // files.shape.group_size), np.uint16),
+        )
         words, scales = files.layout.targets(projection)
         for index, rank in enumerate(pieces):
             w = pieces[rank][words].view(np.uint64).reshape(len(experts), shapes[words][0], -1)[i]
             s = pieces[rank][scales].view(np.uint16).reshape(len(experts), shapes[scales][0], -1)[i]
             try:
-                files.layout.unpack(files.shape, projection, index, Rows.of(w), Rows.of(s), Rows.of(packed), Rows.of(scale))
+                files.layout.unpack(
+                    files.shape, projection, index, Rows.of(w), Rows.of(s), Rows.of(packed), Rows.of(scale)
+                )
             except ValueError as error:
-                report(Finding(files.path(rank), str(error), files.layer, experts.start + i, projection, rank))
+                report(
+                    Finding(files.path(rank), str(error), files.layer, experts.start + i, projection, rank)
+                )
         for kind, matrix in (("weight_packed", packed), ("weight_scale", scale)):
             if digests.get(f"{files.prefix}.{experts.start + i}.{projection}.{kind}") != digest(matrix):
-                what = f"{kind}, restored from all ranks, is not what the source had; `marlin-convert verify` says on which rank"
-                report(Finding(f"rank-*/layer-{files.layer:03d}.safetensors", what, files.layer, experts.start + i, projection))
+                what = (
+                    f"{kind}, restored from all ranks, is not what the source had; `marlin-convert verify`"
+                    " says on which rank"
+                )
+                report(
+                    Finding(
+                        f"rank-*/layer-{files.layer:03d}.safetensors",
+                        what,
+                        files.layer,
+                        experts.start + i,
+                        projection,
+                    )
+                )
         return packed.view(np.int32), scale
 
     def read(experts: range) -> list[Original]:
         group = experts.start // (files.experts // files.ep)
-        pieces = {rank: files.read(rank, experts) for rank in range(group * files.moe_tp, (group + 1) * files.moe_tp)}
-        return [{projection: restore(pieces, experts, i, projection) for projection in PROJECTIONS} for i in range(len(experts))]
+        pieces = {
+            rank: files.read(rank, experts)
+            for rank in range(group * files.moe_tp, (group + 1) * files.moe_tp)
+        }
+        return [
+            {projection: restore(pieces, experts, i, projection) for projection in PROJECTIONS}
+            for i in range(len(experts))
+        ]
 
     return read
 
 
-def _matrix(shape: ExpertShape, projection: str, packed: Bytes, scale: Bytes) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint16]]:
+def _matrix(
+    shape: ExpertShape, projection: str, packed: Bytes, scale: Bytes
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint16]]:
     out, inputs = shape.matrix(projection)
     aligned_packed = packed if packed.ctypes.data % 4 == 0 else packed.copy()
     aligned_scale = scale if scale.ctypes.data % 2 == 0 else scale.copy()
-    return aligned_packed.view(np.int32).reshape(out, inputs // 8), aligned_scale.view(np.uint16).reshape(out, inputs // shape.group_size)
+    return aligned_packed.view(np.int32).reshape(out, inputs // 8), aligned_scale.view(np.uint16).reshape(
+        out, inputs // shape.group_size
+    )

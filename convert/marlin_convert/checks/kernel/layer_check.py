@@ -1,4 +1,6 @@
-"""The check of one layer: the kernel reads back every weight, multiplies random activations, and runs the whole routed MoE."""
+"""The check of one layer: the kernel reads back every weight, multiplies random activations, and runs the
+whole routed MoE.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ from marlin_convert.kernels.providers import Provider
 BATCH = 8
 #: random rows that each expert gets in the GEMM checks
 ROWS = 16
-#: Each output is rounded to bf16 once: at most 2^-9 of it. Sums are float32, so K <= 7168 terms add less than a tenth of that; twice the bound.
+#: Each output is rounded to bf16 once: at most 2^-9 of it. Sums are float32, so K <= 7168 terms add less than
+#: a tenth of that; twice the bound.
 GEMM_TOLERANCE = 2.0**-8
 
 
@@ -79,11 +82,15 @@ class LayerCheck:
         if not self.scope.tokens:
             return None
         if self.scope.experts is not None or self.scope.ranks != tuple(range(self.files.tp)):
-            self.report.skipped.append(f"layer {self.files.layer}: the fused MoE needs all ranks and all experts")
+            self.report.skipped.append(
+                f"layer {self.files.layer}: the fused MoE needs all ranks and all experts"
+            )
             return None
         return FusedCheck(self.files, self.device, self.scope.tokens, self.scope.top_k)
 
-    def _steps(self, readers: ThreadPoolExecutor) -> Iterator[tuple[range, Future[list[Original]], dict[int, Future[dict[str, Bytes]]]]]:
+    def _steps(
+        self, readers: ThreadPoolExecutor
+    ) -> Iterator[tuple[range, Future[list[Original]], dict[int, Future[dict[str, Bytes]]]]]:
         """Batches of experts of one owner, the next one's bytes being read while one is checked."""
         ahead: list[tuple[range, Future[list[Original]], dict[int, Future[dict[str, Bytes]]]]] = []
         for experts in self._batches():
@@ -115,10 +122,17 @@ class LayerCheck:
         tensors = {}
         for tensor in self.files.layout.stacked(self.files.shape):
             data = torch.from_numpy(stored[tensor.name]).to(self.device)
-            tensors[tensor.name] = data.view(torch.int32 if tensor.dtype == "I32" else torch.bfloat16).reshape(count, *tensor.shape)
-        return {name: Matrix(tensors[f"{name}_weight_packed"], tensors[f"{name}_weight_scale"]) for name in ("w13", "w2")}
+            tensors[tensor.name] = data.view(
+                torch.int32 if tensor.dtype == "I32" else torch.bfloat16
+            ).reshape(count, *tensor.shape)
+        return {
+            name: Matrix(tensors[f"{name}_weight_packed"], tensors[f"{name}_weight_scale"])
+            for name in ("w13", "w2")
+        }
 
-    def _check_rank(self, rank: int, experts: range, weights: dict[int, ExpertWeights], matrices: dict[str, Matrix]) -> None:
+    def _check_rank(
+        self, rank: int, experts: range, weights: dict[int, ExpertWeights], matrices: dict[str, Matrix]
+    ) -> None:
         for name, matrix in matrices.items():
             expected = {expert: self._expected(name, rank, whole) for expert, whole in weights.items()}
             with self._timed("one-hot"):
@@ -128,9 +142,14 @@ class LayerCheck:
             for i, expert in enumerate(experts):
                 relative, largest = errors[i]
                 good = not wrong[i] and relative <= GEMM_TOLERANCE
-                self.report.verdicts.append(Verdict(self.files.layer, rank, expert, name, wrong[i], relative, largest, good))
+                self.report.verdicts.append(
+                    Verdict(self.files.layer, rank, expert, name, wrong[i], relative, largest, good)
+                )
                 if relative > GEMM_TOLERANCE and not wrong[i]:
-                    what = f"{name}: random activations give a relative error of {relative:.2e}, more than {GEMM_TOLERANCE:.2e}"
+                    what = (
+                        f"{name}: random activations give a relative error of {relative:.2e}, more than"
+                        f" {GEMM_TOLERANCE:.2e}"
+                    )
                     self.report.findings.append(self._finding(what, expert, name, rank))
 
     def _pair(self, name: str, rank: int, whole: ExpertWeights) -> Pair:
@@ -141,9 +160,13 @@ class LayerCheck:
         """bf16 [N, K] that the kernel must read, padding included."""
         padded = self.files.layout.padded(self.files.shape)
         matrix = dequantize.weight(*self._pair(name, rank, whole))
-        return dequantize.padded_w13(matrix, padded) if name == "w13" else dequantize.padded_w2(matrix, padded)
+        return (
+            dequantize.padded_w13(matrix, padded) if name == "w13" else dequantize.padded_w2(matrix, padded)
+        )
 
-    def _one_hot(self, name: str, rank: int, experts: range, expected: dict[int, Tensor], matrix: Matrix) -> list[int]:
+    def _one_hot(
+        self, name: str, rank: int, experts: range, expected: dict[int, Tensor], matrix: Matrix
+    ) -> list[int]:
         """How many weights of each expert the kernel reads differently; findings for those."""
         counts: list[Tensor] = []
         seen = {}
@@ -164,7 +187,9 @@ class LayerCheck:
                 self._report_wrong(name, rank, experts[i], read_again, expected[experts[i]], count)
         return wrong
 
-    def _report_wrong(self, name: str, rank: int, expert: int, read: Tensor, want: Tensor, count: int) -> None:
+    def _report_wrong(
+        self, name: str, rank: int, expert: int, read: Tensor, want: Tensor, count: int
+    ) -> None:
         at = int((read != want).reshape(-1).int().argmax())
         n, k = divmod(at, want.shape[1])
         projection, row = name, n
@@ -178,8 +203,9 @@ class LayerCheck:
         true = read if local == self.files.layout.padded(self.files.shape) else _unpadded(read, name, local)
         looks = diagnose(true, pair, name, lambda: self._others(name, rank, expert))
         what = (
-            f"{name}: the kernel reads {count} of {want.numel()} weights differently, the first at row {row} of the slice, input {k}: "
-            f"{read[n, k].item():g} where the original is {want[n, k].item():g}" + (f"; it looks as if {looks}" if looks else "")
+            f"{name}: the kernel reads {count} of {want.numel()} weights differently, the first at row {row}"
+            f" of the slice, input {k}: {read[n, k].item():g} where the original is {want[n, k].item():g}"
+            + (f"; it looks as if {looks}" if looks else "")
         )
         self.report.findings.append(self._finding(what, expert, projection, rank))
 
@@ -188,7 +214,10 @@ class LayerCheck:
         moe_tp = self.files.moe_tp
         for index in range(moe_tp):
             if index != rank % moe_tp:
-                yield f"the slice of rank {rank - rank % moe_tp + index}", self._pair(name, index, self._near[expert])
+                yield (
+                    f"the slice of rank {rank - rank % moe_tp + index}",
+                    self._pair(name, index, self._near[expert]),
+                )
         for other, whole in self._near.items():
             if other != expert:
                 yield f"expert {other}", self._pair(name, rank, whole)
@@ -197,16 +226,24 @@ class LayerCheck:
                 original = self.originals(range(other, other + 1))[0]
                 yield f"expert {other}", self._pair(name, rank, ExpertWeights.load(original, self.device))
 
-    def _random(self, name: str, rank: int, experts: range, expected: dict[int, Tensor], matrix: Matrix) -> list[tuple[float, float]]:
+    def _random(
+        self, name: str, rank: int, experts: range, expected: dict[int, Tensor], matrix: Matrix
+    ) -> list[tuple[float, float]]:
         """Relative error (norm) and largest absolute error of each expert for `ROWS` random rows each."""
         generator = torch.Generator().manual_seed(rank * 1_000_003 + experts.start)
         x = torch.randn((ROWS, matrix.size_k), generator=generator).to(self.device, torch.bfloat16)
         ids = torch.arange(len(experts), device=self.device).expand(ROWS, len(experts))
         no_weights = torch.empty(0, dtype=torch.float32, device=self.device)
         out = grouped_gemm(
-            self.provider, x, matrix, align(ids, len(experts), 16), no_weights, workspace=make_workspace(self.device), top_k=len(experts),
+            self.provider,
+            x,
+            matrix,
+            align(ids, len(experts), 16),
+            no_weights,
+            workspace=make_workspace(self.device),
+            top_k=len(experts),
             mul_topk_weights=False,
-        ).reshape(ROWS, len(experts), -1)  # fmt: skip
+        ).reshape(ROWS, len(experts), -1)
         errors = []
         for i, expert in enumerate(experts):
             want = x.float() @ expected[expert].float().t()

@@ -10,7 +10,9 @@ from marlin_convert.checks.report import Finding
 
 @dataclass(frozen=True)
 class Verdict:
-    """One expert's matrix on one rank. `wrong` counts weights that the kernel reads differently; errors are of random activations, relative."""
+    """One expert's matrix on one rank. `wrong` counts weights that the kernel reads differently; errors are
+    of random activations, relative.
+    """
 
     layer: int
     rank: int

@@ -15,7 +15,12 @@ from marlin_convert.checkpoint.config import ModelConfig
 from marlin_convert.checkpoint.identity import identify, identity_from_json
 from marlin_convert.checkpoint.source import Source, open_source
 from marlin_convert.checks.kept_source import read_kept_source
-from marlin_convert.checks.kernel.layer import LayerFiles, Originals, originals_from_source, originals_restored
+from marlin_convert.checks.kernel.layer import (
+    LayerFiles,
+    Originals,
+    originals_from_source,
+    originals_restored,
+)
 from marlin_convert.checks.kernel.layer_check import LayerCheck, Scope, sampled
 from marlin_convert.checks.kernel.results import KernelReport
 from marlin_convert.errors import MachineError, SourceError, UsageError
@@ -44,11 +49,13 @@ def verify_kernel(
 ) -> KernelReport:
     """Run the Marlin MoE kernel on converted shards against the dequantized originals.
 
-    One-hot activations make the kernel read back every weight (all experts, or `experts`, or `sample` of them), compared bit for bit;
-    random ones give each expert's error, and for `tokens` the fused MoE over all ranks. `device` "cpu" means the reference provider.
-    Originals come from `source`, else are restored from all ranks' shards.
+    One-hot activations make the kernel read back every weight (all experts, or `experts`, or `sample` of
+    them), compared bit for bit; random ones give each expert's error, and for `tokens` the fused MoE over all
+    ranks. `device` "cpu" means the reference provider. Originals come from `source`, else are restored from
+    all ranks' shards.
 
-    Raises UsageError for a scope that is not there, MachineError where no kernel loads, SourceError for another source, OutputError.
+    Raises UsageError for a scope that is not there, MachineError where no kernel loads, SourceError for
+    another source, OutputError.
     """
     folder, manifest = Path(out), read_manifest(Path(out))
     refuse_known_wrong(manifest)
@@ -57,50 +64,83 @@ def verify_kernel(
     kept = read_kept_source(folder, manifest)
     model = kept.model
     report = KernelReport(environment=environment(chosen, manifest))
-    units = [unit for unit in manifest.units if unit.layer is not None and any(origin.rule == "experts" for origin in unit.tensors)]
+    units = [
+        unit
+        for unit in manifest.units
+        if unit.layer is not None and any(origin.rule == "experts" for origin in unit.tensors)
+    ]
     wanted = _subset("layer", layers, [unit.layer for unit in units if unit.layer is not None])
     on_ranks = _subset("rank", ranks, list(manifest.ranks))
     scope_experts = None if experts is None else tuple(_subset("expert", experts, list(range(model.experts))))
     if sample is not None:
         scope_experts = sampled(scope_experts or range(model.experts), sample)
     if opened is None and manifest.ranks != tuple(range(manifest.tp)):
-        raise UsageError("not all ranks are in this folder, so the originals cannot be restored from it; give --source")
+        raise UsageError(
+            "not all ranks are in this folder, so the originals cannot be restored from it; give --source"
+        )
     top_k = int(model.text.get("num_experts_per_tok", 8))
     scope = Scope(tuple(on_ranks), scope_experts, tuple(tokens), top_k)
-    shards = {rank: open_shards(folder, rank, manifest) for rank in (manifest.ranks if opened is None else on_ranks)}
+    shards = {
+        rank: open_shards(folder, rank, manifest) for rank in (manifest.ranks if opened is None else on_ranks)
+    }
     for done, unit in enumerate(unit for unit in units if unit.layer in wanted):
         if progress is not None:
             progress(done, len(wanted))
         files = manifest_files(shards, manifest, unit, model)
-        originals = originals_from_source(opened, files) if opened is not None else originals_restored(files, kept.digests, report.findings.append)
+        originals = (
+            originals_from_source(opened, files)
+            if opened is not None
+            else originals_restored(files, kept.digests, report.findings.append)
+        )
         check_layer(files, originals, chosen, device, scope, report)
     if progress is not None:
         progress(len(wanted), len(wanted))
     return report
 
 
-def check_layer(files: LayerFiles, originals: Originals, provider: Provider, device: str, scope: Scope, report: KernelReport) -> None:
+def check_layer(
+    files: LayerFiles,
+    originals: Originals,
+    provider: Provider,
+    device: str,
+    scope: Scope,
+    report: KernelReport,
+) -> None:
     """Check one layer into `report`."""
     begin = time.perf_counter()
     try:
         with torch.inference_mode():
             LayerCheck(files, originals, provider, torch.device(device), scope, report).run()
     except torch.OutOfMemoryError as error:
-        raise MachineError(f"the GPU has too little memory for a layer's shards ({error}); give fewer --ranks, or --tokens 0") from error
+        raise MachineError(
+            f"the GPU has too little memory for a layer's shards ({error}); give fewer --ranks, or --tokens 0"
+        ) from error
     report.seconds["total"] = report.seconds.get("total", 0.0) + time.perf_counter() - begin
 
 
 def refuse_known_wrong(manifest: Manifest) -> None:
-    """Raise UsageError for a weight type that the kernel itself gets wrong, so that no one takes its error for ours."""
-    if not manifest.document["layout"]["symmetric"] and manifest.document["layout"]["num_bits"] == 4 and manifest.group_size == 32:
-        raise UsageError("the kernel of sglang 0.5.12 to 0.5.23 computes asymmetric 4 bit at group 32 wrongly; there is nothing to check against")
+    """Raise UsageError for a weight type that the kernel itself gets wrong, so that no one takes its error
+    for ours.
+    """
+    if (
+        not manifest.document["layout"]["symmetric"]
+        and manifest.document["layout"]["num_bits"] == 4
+        and manifest.group_size == 32
+    ):
+        raise UsageError(
+            "the kernel of sglang 0.5.12 to 0.5.23 computes asymmetric 4 bit at group 32 wrongly; there is"
+            " nothing to check against"
+        )
 
 
 def load_provider(device: str, name: str | None) -> Provider:
     """The provider for a device; the CPU's is the reference."""
     try:
         if torch.device(device).type == "cuda" and not torch.cuda.is_available() and name != "reference":
-            raise MachineError(f"torch {torch.__version__} sees no CUDA GPU; run `marlin-convert doctor`, or check slowly with --device cpu")
+            raise MachineError(
+                f"torch {torch.__version__} sees no CUDA GPU; run `marlin-convert doctor`, or check slowly"
+                " with --device cpu"
+            )
         provider = load("reference" if torch.device(device).type == "cpu" and name is None else name)
     except (RuntimeError, ValueError) as error:
         raise UsageError(str(error)) from error
@@ -109,7 +149,9 @@ def load_provider(device: str, name: str | None) -> Provider:
     return provider
 
 
-def manifest_files(shards: Mapping[int, Shards], manifest: Manifest, unit: UnitInfo, model: ModelConfig) -> LayerFiles:
+def manifest_files(
+    shards: Mapping[int, Shards], manifest: Manifest, unit: UnitInfo, model: ModelConfig
+) -> LayerFiles:
     """A layer of a finished folder, as an engine would open it."""
     paths = {shard.rank: shard.path for shard in manifest.shards if shard.unit == unit.name}
     prefix = next(origin.tensor for origin in unit.tensors if origin.rule == "experts").rpartition(".")[0]
@@ -130,7 +172,12 @@ def manifest_files(shards: Mapping[int, Shards], manifest: Manifest, unit: UnitI
 
 def environment(provider: Provider, manifest: Manifest) -> dict[str, Any]:
     """What ran, for the report."""
-    found: dict[str, Any] = {"provider": provider.name, "torch": torch.__version__, "layout": manifest.layout_id, "source": manifest.source_id}
+    found: dict[str, Any] = {
+        "provider": provider.name,
+        "torch": torch.__version__,
+        "layout": manifest.layout_id,
+        "source": manifest.source_id,
+    }
     found |= {"tp": manifest.tp, "ep": manifest.ep}
     for package in ("marlin-convert", "sglang", "sgl-kernel", "apache-tvm-ffi"):
         try:
@@ -139,13 +186,19 @@ def environment(provider: Provider, manifest: Manifest) -> dict[str, Any]:
             found[package] = None
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
-        found |= {"gpu": torch.cuda.get_device_name(), "capability": f"{major}.{minor}", "cuda": torch.version.cuda}
+        found |= {
+            "gpu": torch.cuda.get_device_name(),
+            "capability": f"{major}.{minor}",
+            "cuda": torch.version.cuda,
+        }
     return found
 
 
 def _open_same(source: str, manifest: Manifest) -> Source:
     opened = open_source(source)
-    if (difference := identity_from_json(manifest.document["source"]).difference(identify(opened))) is not None:
+    if (
+        difference := identity_from_json(manifest.document["source"]).difference(identify(opened))
+    ) is not None:
         raise SourceError(f"{source} is not what this output was made from: {difference}")
     return opened
 
@@ -154,5 +207,7 @@ def _subset(what: str, wanted: Sequence[int] | None, present: Sequence[int]) -> 
     if wanted is None:
         return present
     if absent := sorted(set(wanted) - set(present)):
-        raise UsageError(f"there is no {what} {absent[0]} to check here; there are {present[0]} to {present[-1]}")
+        raise UsageError(
+            f"there is no {what} {absent[0]} to check here; there are {present[0]} to {present[-1]}"
+        )
     return sorted(set(wanted))
