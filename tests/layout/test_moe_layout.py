@@ -15,7 +15,7 @@ from checkpoints import expected_codes, expected_scales, pack_codes
 from marlin_convert.layout.moe import LAYOUTS, MarlinU4B8
 from marlin_convert.layout.protocol import PROJECTIONS, ExpertShape
 from marlin_convert.layout.rows import Rows
-from marlin_convert.planning.topology import Topology
+from marlin_convert.slicing import Topology
 from oracle import Matrix, oracle_experts, oracle_rank_slices, published_codes, read_scales, read_weights
 
 LAYOUT = MarlinU4B8()

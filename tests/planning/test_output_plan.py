@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from marlin_convert.checkpoint.source import Source
-from marlin_convert.planning.output import Options, plan_output
+from marlin_convert.planning.output import Options, plan_output, rank_folder
 from marlin_convert.planning.report import plan, rule_of
 from marlin_convert.planning.rules import AXES, load_rules, rules_digest
-from marlin_convert.planning.topology import Topology
 from marlin_convert.shards.format import is_filler
+from marlin_convert.slicing import Topology
 
 Sparse = Callable[..., Source]
 
@@ -47,7 +47,7 @@ def test_the_slice_of_a_rank_runs_fastest() -> None:
     ],
 )
 def test_folders(tp: int, rank: int, folder: str) -> None:
-    assert Topology.of(tp, max(tp // 64, 1)).folder(rank) == folder
+    assert rank_folder(rank, tp) == folder
 
 
 def test_rules_as_shipped() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from marlin_convert.errors import UsageError
 from marlin_convert.kernels.fused_moe import Matrix, contiguous_expert_map
 from marlin_convert.shards.reader import open_shards
+from marlin_convert.slicing import Topology
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def load_layer(out: str | os.PathLike[str], layer: int, rank: int, device: str) 
 
     w13, w2, manifest = matrix("w13"), matrix("w2"), shards.manifest
     experts, local = int(manifest.model["n_routed_experts"]), w13.words.shape[0]
-    start = rank // (manifest.tp // manifest.ep) * local
+    owned = Topology(manifest.tp, manifest.ep).expert_range(rank, experts)
     return LoadedLayer(
         w13=w13,
         w2=w2,
@@ -66,9 +67,11 @@ def load_layer(out: str | os.PathLike[str], layer: int, rank: int, device: str) 
         tp=manifest.tp,
         ep=manifest.ep,
         experts=experts,
-        start=start,
-        stop=start + local,
+        start=owned.start,
+        stop=owned.stop,
         top_k=min(int(manifest.model["num_experts_per_tok"]), experts),
         group_size=manifest.group_size,
-        expert_map=None if local == experts else contiguous_expert_map(experts, start, start + local, device),
+        expert_map=None
+        if local == experts
+        else contiguous_expert_map(experts, owned.start, owned.stop, device),
     )

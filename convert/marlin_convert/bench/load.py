@@ -22,9 +22,9 @@ from marlin_convert.errors import MachineError
 from marlin_convert.files import open_direct
 from marlin_convert.kernels.providers import load as load_provider
 from marlin_convert.page_cache import can_tell
-from marlin_convert.planning.topology import Topology
 from marlin_convert.shards.device import DIRECT_THREADS, REGISTER, flat_bytes, load_rank, register, unregister
 from marlin_convert.shards.reader import Shards, open_shards
+from marlin_convert.slicing import Topology
 
 CHUNK = 16 << 20
 #: what each path can at most reach: the least of these, measured in the same rounds

@@ -23,7 +23,7 @@ from marlin_convert.files import digest, machine_errors, write_atomic, write_dur
 from marlin_convert.pipeline.card import model_card
 from marlin_convert.pipeline.manifest import build_manifest, digest_file, rank_index, source_digests
 from marlin_convert.pipeline.stages import Stages
-from marlin_convert.planning.output import OutputPlan
+from marlin_convert.planning.output import OutputPlan, rank_folder
 from marlin_convert.shards.finished import FinishedUnit
 from marlin_convert.shards.manifest import quantization_config, sealed
 
@@ -91,7 +91,7 @@ def _indexes(plan: OutputPlan) -> dict[str, bytes]:
     ranked = [unit for unit in plan.units if unit.name != "common"]
     common = [unit for unit in plan.units if unit.name == "common"]
     index = rank_index(ranked)
-    documents = {f"{plan.topology.folder(rank)}/{INDEX_NAME}": index for rank in plan.ranks}
+    documents = {f"{rank_folder(rank, plan.topology.tp)}/{INDEX_NAME}": index for rank in plan.ranks}
     return documents | ({f"common/{INDEX_NAME}": rank_index(common)} if common else {})
 
 

@@ -154,12 +154,13 @@ def _unit_entry(plan: OutputPlan, unit: OutputUnit) -> dict[str, Any]:
 
 
 def _plain_entry(tensor: PlainTensor) -> dict[str, Any]:
-    parts = None if tensor.axis is None else "tp"
+    cut = tensor.cut
     return {
         "tensor": tensor.name,
         "rule": tensor.rule,
-        "axis": tensor.axis,
-        "parts": parts,
+        "axis": cut.axis,
+        "parts": None if cut.axis is None else "tp",
+        **({"replicas": cut.replicas} if cut.replicas > 1 else {}),
         "from": [tensor.name],
     }
 

@@ -19,8 +19,8 @@ from marlin_convert.pipeline.stages import Tools
 from marlin_convert.pipeline.unit_work import UnitWork
 from marlin_convert.planning.rules import PlainTensor
 from marlin_convert.reads import Piece, plan_reads
+from marlin_convert.slicing import Rank, span
 
-Ranks = tuple[int | None, ...]
 Bytes = npt.NDArray[np.uint8]
 
 #: source bytes of a chunk, about
@@ -51,9 +51,9 @@ class TensorJob:
 
     @property
     def _chunk_rows(self) -> int:
-        """Rows of a chunk, such that each rank's part of it is whole pages where it can be."""
-        rows, row_bytes = self.tensor.shape[0], self._row_bytes
-        part = row_bytes // self.work.plan.topology.tp if self.tensor.axis == 1 else row_bytes
+        """Rows of a chunk, such that each slice's part of it is whole pages where it can be."""
+        rows, row_bytes, cut = self.tensor.shape[0], self._row_bytes, self.tensor.cut
+        part = row_bytes // cut.parts if cut.axis == 1 else row_bytes
         unit = PAGE // math.gcd(PAGE, part)
         return min(rows, max(unit, CHUNK // row_bytes // unit * unit))
 
@@ -61,71 +61,62 @@ class TensorJob:
         """Stream it. Raises SourceError or MachineError."""
         name = self.tensor.name
         file, entry = self.source.tensors[name]
+        holders = self.tensor.cut.holders(self.work.unit.ranks)
         whole = xxhash.xxh3_128()
-        parts = {ranks: xxhash.xxh3_128() for ranks in self._owners()}
+        parts = {index: xxhash.xxh3_128() for index in holders}
         row_bytes = self._row_bytes
         with tools.pool.take(self.need) as buffer:
-            for begin, end, owners in self._chunks():
-                reads = plan_reads([Piece(file, entry.offset + begin * row_bytes, (end - begin) * row_bytes)])
+            for rows, indexes in self._chunks():
+                wanted = Piece(file, entry.offset + rows.start * row_bytes, len(rows) * row_bytes)
+                reads = plan_reads([wanted])
                 with tools.stages.time("read", reads.size):
                     tools.reader.read(reads, buffer)
-                chunk = buffer[reads.places[0] : reads.places[0] + (end - begin) * row_bytes].reshape(
-                    end - begin, row_bytes
-                )
+                at = reads.places[0]
+                chunk = buffer[at : at + wanted.size].reshape(len(rows), row_bytes)
                 with tools.stages.time("hash", chunk.nbytes):
                     whole.update(chunk.data)
                 space = buffer[-(-reads.size // PAGE) * PAGE :]
-                for ranks in owners:
-                    part = self._cut(tools, chunk, space, ranks, begin)
-                    with tools.stages.time("hash", part.nbytes):
-                        parts[ranks].update(part.data)
+                for index in indexes:
+                    if index in holders:
+                        part = self._cut(tools, chunk, space, index)
+                        self._write(tools, part, rows.start, index, holders[index])
+                        with tools.stages.time("hash", part.nbytes):
+                            parts[index].update(part.data)
                 tools.progress(chunk.nbytes)
         self.work.source_digests[name] = whole.digest()
-        for ranks, part_digest in parts.items():
+        for index, ranks in holders.items():
             for rank in ranks:
-                self.work.plain_digests[rank, name] = part_digest.digest()
+                self.work.plain_digests[rank, name] = parts[index].digest()
 
-    def _owners(self) -> list[Ranks]:
-        """Groups of ranks that hold the same bytes: all of them, or each on its own."""
-        ranks = self.work.unit.ranks
-        return [ranks] if self.tensor.axis is None else [(rank,) for rank in ranks]
+    def _chunks(self) -> Iterator[tuple[range, range]]:
+        """(rows, slices that have some of them), in row order."""
+        cut, rows = self.tensor.cut, self.tensor.shape[0]
+        slices = [(cut.block(self.tensor.shape, i)[0], range(i, i + 1)) for i in range(cut.parts)]
+        for whole, indexes in slices if cut.axis == 0 else [(range(rows), range(cut.parts))]:
+            for begin in whole[:: self._chunk_rows]:
+                yield range(begin, min(begin + self._chunk_rows, whole.stop)), indexes
 
-    def _chunks(self) -> Iterator[tuple[int, int, list[Ranks]]]:
-        """(first row, end row, who holds some of it), in row order."""
-        step, rows, owners = self._chunk_rows, self.tensor.shape[0], self._owners()
-        if self.tensor.axis != 0:
-            for begin in range(0, rows, step):
-                yield begin, min(begin + step, rows), owners
-            return
-        tp = self.work.plan.topology.tp
-        local = rows // tp
-        for owner in range(tp):
-            holders: list[Ranks] = [ranks for ranks in owners if ranks == (owner,)]
-            for begin in range(owner * local, (owner + 1) * local, step):
-                yield begin, min(begin + step, (owner + 1) * local), holders
-
-    def _cut(self, tools: Tools, chunk: Bytes, space: Bytes, ranks: Ranks, begin: int) -> Bytes:
-        """Copy the ranks' part of a chunk to aligned memory and write it; returns the part."""
-        tensor, tp, rank = self.tensor, self.work.plan.topology.tp, ranks[0]
+    def _cut(self, tools: Tools, chunk: Bytes, space: Bytes, index: int) -> Bytes:
+        """Copy a slice's part of a chunk to aligned memory."""
         rows, width = chunk.shape
-        row, column = begin, 0
-        if tensor.axis == 0 and rank is not None:
-            row = begin - rank * (tensor.shape[0] // tp)
-        elif tensor.axis == 1 and rank is not None:
-            width //= tp
-            column = rank * width
-        part = space[: rows * width].reshape(rows, width)
+        columns = span(width, self.tensor.cut.parts, index) if self.tensor.cut.axis == 1 else range(width)
+        wanted = chunk[:, columns.start : columns.stop]
+        part = space[: rows * len(columns)].reshape(rows, len(columns))
         with tools.stages.time("repack", part.nbytes):
-            np.copyto(part, chunk[:, column : column + width])
-            if tools.check and not np.array_equal(part, chunk[:, column : column + width]):
+            np.copyto(part, wanted)
+            if tools.check and not np.array_equal(part, wanted):
                 raise ConvertError(
-                    f"{tensor.name}, rank {rank}: a copied slice differs from the source; faulty memory is"
-                    " likely"
+                    f"{self.tensor.name}, slice {index}: the copy differs from the source; faulty memory is likely"
                 )
-        with tools.stages.time("write", part.nbytes * len(ranks)):
-            for each in ranks:
-                self.work.files[each].write(part, self.work.unit.offset(tensor.name) + row * width)
         return part
+
+    def _write(self, tools: Tools, part: Bytes, begin: int, index: int, ranks: tuple[Rank, ...]) -> None:
+        """Write rows of slice `index`, `begin` being the first of them in the whole tensor, to its ranks."""
+        first = self.tensor.cut.block(self.tensor.shape, index)[0].start
+        offset = self.work.unit.offset(self.tensor.name) + (begin - first) * part.shape[1]
+        with tools.stages.time("write", part.nbytes * len(ranks)):
+            for rank in ranks:
+                self.work.files[rank].write(part, offset)
 
 
 def tensor_jobs(work: UnitWork, source: Source) -> list[TensorJob]:

@@ -10,7 +10,6 @@ from marlin_convert.errors import SourceError, UsageError
 from marlin_convert.layout.moe import LAYOUTS
 from marlin_convert.layout.protocol import ExpertShape, Layout, StackedTensor
 from marlin_convert.planning.rules import SourceUnit, source_units
-from marlin_convert.planning.topology import Topology
 from marlin_convert.shards.format import (
     FileLayout,
     Placed,
@@ -20,6 +19,7 @@ from marlin_convert.shards.format import (
     lay_out,
     metadata_of,
 )
+from marlin_convert.slicing import Topology
 
 DEFAULT_LAYOUT = "moe_wna16_marlin.u4b8"
 #: the length of a real source id; plans made before the source is sampled stand in this
@@ -82,7 +82,7 @@ class OutputPlan:
         return (
             f"common/{unit.name}.safetensors"
             if rank is None
-            else f"{self.topology.folder(rank)}/{unit.name}.safetensors"
+            else f"{rank_folder(rank, self.topology.tp)}/{unit.name}.safetensors"
         )
 
     def metadata(self, unit: OutputUnit, rank: int | None, source_id: str) -> dict[str, str]:
@@ -98,6 +98,12 @@ class OutputPlan:
         """Bytes of the tensors one rank loads (fillers and headers not counted)."""
         placed = [p.spec for unit in self.units if unit.name != "common" for p in unit.files.tensors]
         return sum(spec.size for spec in placed if not is_filler(spec.name))
+
+
+def rank_folder(rank: int, tp: int) -> str:
+    """The folder of a rank inside OUT."""
+    digits = max(2, len(str(tp)))
+    return f"rank-{rank:0{digits}d}-of-{tp:0{digits}d}"
 
 
 def plan_output(source: Source, options: Options) -> OutputPlan:
@@ -145,7 +151,7 @@ def _unit(
 ) -> OutputUnit:
     specs: list[tuple[TensorSpec, str | None]] = [
         (
-            TensorSpec(tensor.name, tensor.dtype, tensor.local_shape(topology.tp)),
+            TensorSpec(tensor.name, tensor.dtype, tensor.cut.local_shape(tensor.shape)),
             _fused_name(tensor.name, tensor.fuse),
         )
         for tensor in unit.plain

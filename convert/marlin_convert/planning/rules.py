@@ -16,7 +16,7 @@ from marlin_convert.checkpoint.config import ModelConfig
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.errors import SourceError, UsageError
 from marlin_convert.layout.protocol import PROJECTIONS, ExpertShape
-from marlin_convert.planning.topology import Topology
+from marlin_convert.slicing import Cut, Topology
 
 #: the axis of the source tensor that each rule cuts
 AXES: dict[str, int | None] = {"column": 0, "vocab": 0, "row": 1, "replicate": None, "common": None}
@@ -33,29 +33,20 @@ class Rule:
     shape: tuple[str, ...] | None = None
     unit: str | None = None
     fuse: str | None = None
+    shared: bool = False
     optional: bool = False
 
 
 @dataclass(frozen=True)
 class PlainTensor:
-    """A tensor that keeps its name: what is in the source, and the rule it is cut by."""
+    """A tensor that keeps its name: what is in the source, and how it is cut by which rule."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     rule: str
+    cut: Cut
     fuse: str | None
-
-    @property
-    def axis(self) -> int | None:
-        """The axis that is cut, or None."""
-        return AXES[self.rule]
-
-    def local_shape(self, tp: int) -> tuple[int, ...]:
-        """A rank's slice."""
-        if self.axis is None:
-            return self.shape
-        return tuple(extent // tp if axis == self.axis else extent for axis, extent in enumerate(self.shape))
 
 
 @dataclass(frozen=True)
@@ -166,19 +157,23 @@ def _plain(source: Source, rule: Rule, name: str, topology: Topology, seen: set[
     if shape is None and len(found.entry.shape) == 1:
         shape = found.entry.shape
     _check_entry(source, name, rule.dtype, shape)
-    tensor = PlainTensor(name, found.entry.dtype, found.entry.shape, rule.rule, rule.fuse)
-    if tensor.axis is not None:
-        extent, unit = tensor.shape[tensor.axis], dims[rule.unit] if rule.unit else 1
-        if extent % unit or (extent // unit) % topology.tp:
-            what = (
-                f"{extent // unit} heads of {unit}"
-                if rule.unit
-                else f"{extent} rows"
-                if tensor.axis == 0
-                else f"{extent} columns"
-            )
-            raise UsageError(f"--tp {topology.tp} does not divide {name}: {what}; choose a tp that does")
-    return [tensor]
+    entry = found.entry
+    cut = _cut(rule, name, entry.shape, dims[rule.unit] if rule.unit else 1, topology.tp)
+    return [PlainTensor(name, entry.dtype, entry.shape, rule.rule, cut, rule.fuse)]
+
+
+def _cut(rule: Rule, name: str, shape: tuple[int, ...], unit: int, tp: int) -> Cut:
+    """How a rule cuts a tensor of `shape` whose axis comes in indivisible `unit`s. Raises UsageError."""
+    axis = AXES[rule.rule]
+    if axis is None:
+        return Cut()
+    extent, units = shape[axis], shape[axis] // unit
+    if extent % unit == 0 and units % tp == 0:
+        return Cut(axis, tp)
+    if extent % unit == 0 and rule.shared and tp % units == 0:
+        return Cut(axis, units, tp // units)
+    what = f"{units} heads of {unit}" if rule.unit else f"{extent} {'columns' if axis else 'rows'}"
+    raise UsageError(f"--tp {tp} does not divide {name}: {what}; choose a tp that does")
 
 
 def _check_entry(source: Source, name: str, dtypes: tuple[str, ...], shape: tuple[int, ...] | None) -> None:

@@ -19,6 +19,7 @@ from marlin_convert.files import refuse_special
 from marlin_convert.reads import read_bytes
 from marlin_convert.shards.format import is_filler
 from marlin_convert.shards.manifest import FusedTensor, Manifest, Shard, StoredTensor, read_manifest
+from marlin_convert.slicing import Topology
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,12 +98,13 @@ class Shards:
         this rank does not own.
         """
         stacked, manifest = self[name], self.manifest
-        first = (self.rank or 0) // (manifest.tp // manifest.ep) * stacked.shape[0]
-        if not first <= expert < first + stacked.shape[0]:
+        topology = Topology(manifest.tp, manifest.ep)
+        owned = topology.expert_range(self.rank or 0, stacked.shape[0] * topology.ep)
+        if expert not in owned:
             raise UsageError(
-                f"rank {self.rank} owns the experts {first} to {first + stacked.shape[0] - 1}, not {expert}"
+                f"rank {self.rank} owns the experts {owned.start} to {owned.stop - 1}, not {expert}"
             )
-        one: Array = stacked[expert - first]
+        one: Array = stacked[expert - owned.start]
         return one
 
     def read(self, name: str, begin: int, count: int) -> npt.NDArray[np.uint8]:

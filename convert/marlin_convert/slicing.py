@@ -1,0 +1,104 @@
+"""Which part of a tensor a rank holds: the only place of this arithmetic.
+
+Plan, jobs, reader and benches take their slices from here. The checks do not, on purpose: `checks` derives
+again from the format page what belongs where, so that a mistake made here is found there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from marlin_convert.errors import UsageError
+
+#: no engine runs more slices of one expert than this
+MAX_MOE_TP = 64
+
+#: a rank, or None for common/
+Rank = int | None
+
+
+@dataclass(frozen=True)
+class Topology:
+    """`tp` ranks in all; the routed experts are split over `ep` groups of `moe_tp` ranks:
+    rank = ep_rank * moe_tp + moe_tp_rank, as in SGLang.
+    """
+
+    tp: int
+    ep: int
+
+    @staticmethod
+    def of(tp: int, ep: int) -> Topology:
+        """A checked topology. Raises UsageError."""
+        if tp < 1 or ep < 1 or tp % ep:
+            raise UsageError(
+                f"--ep {ep} does not divide --tp {tp}; tp is the number of all ranks, so tp 8 ep 8 is 8 ranks, "
+                "not 64"
+            )
+        if tp // ep > MAX_MOE_TP:
+            raise UsageError(
+                f"--tp {tp} with --ep {ep} cuts each expert into {tp // ep} slices; at most {MAX_MOE_TP} are "
+                "supported"
+            )
+        return Topology(tp, ep)
+
+    @property
+    def moe_tp(self) -> int:
+        """Slices of one expert."""
+        return self.tp // self.ep
+
+    def ep_rank(self, rank: int) -> int:
+        """The group of experts a rank owns."""
+        return rank // self.moe_tp
+
+    def moe_tp_rank(self, rank: int) -> int:
+        """The slice of each of its experts a rank owns."""
+        return rank % self.moe_tp
+
+    def expert_range(self, rank: int, experts: int) -> range:
+        """The routed experts of a rank."""
+        return span(experts, self.ep, self.ep_rank(rank))
+
+    def owners(self, expert: int, experts: int) -> range:
+        """The ranks that hold an expert, in slice order."""
+        group = expert // (experts // self.ep)
+        return range(group * self.moe_tp, (group + 1) * self.moe_tp)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a tensor is divided: into `parts` equal slices along `axis`, slice i on the `replicas` consecutive
+    ranks from i * replicas on (more than one where there are fewer slices than ranks, such as heads of keys and
+    values). `axis` None: whole, on every rank.
+    """
+
+    axis: int | None = None
+    parts: int = 1
+    replicas: int = 1
+
+    def index(self, rank: Rank) -> int:
+        """The slice a rank holds."""
+        return 0 if self.axis is None or rank is None else rank // self.replicas
+
+    def holders(self, ranks: Sequence[Rank]) -> dict[int, tuple[Rank, ...]]:
+        """Who of `ranks` holds which slice; slices that none of them holds are left out."""
+        held: dict[int, list[Rank]] = {}
+        for rank in ranks:
+            held.setdefault(self.index(rank), []).append(rank)
+        return {index: tuple(found) for index, found in held.items()}
+
+    def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of one slice of a tensor of `shape`."""
+        return tuple(n // self.parts if axis == self.axis else n for axis, n in enumerate(shape))
+
+    def block(self, shape: Sequence[int], index: int) -> tuple[range, ...]:
+        """Slice `index` of a tensor of `shape`, as a range of each axis."""
+        return tuple(
+            span(n, self.parts, index) if axis == self.axis else range(n) for axis, n in enumerate(shape)
+        )
+
+
+def span(extent: int, parts: int, index: int) -> range:
+    """Slice `index` of `extent` things in `parts` equal slices."""
+    size = extent // parts
+    return range(index * size, (index + 1) * size)
