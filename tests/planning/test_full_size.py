@@ -229,13 +229,10 @@ def test_an_engines_own_numbers_for_rank_3(full_plan: PlanOf) -> None:
     ranges = {}
     for unit in (plan.units[0], plan.units[1], plan.units[61]):
         for tensor in unit.source.plain:
-            if tensor.axis is not None:
-                size = tensor.local_shape(8)[tensor.axis]
-                ranges[tensor.name.removeprefix("language_model.")] = (
-                    tensor.axis,
-                    rank * size,
-                    (rank + 1) * size,
-                )
+            cut = tensor.cut
+            if cut.axis is not None:
+                held = cut.block(tensor.shape, cut.index(rank))[cut.axis]
+                ranges[tensor.name.removeprefix("language_model.")] = (cut.axis, held.start, held.stop)
     assert ranges == {
         "model.embed_tokens.weight": (0, 61440, 81920),
         "lm_head.weight": (0, 61440, 81920),
@@ -260,7 +257,8 @@ def test_shares_are_whole(full_plan: PlanOf) -> None:
     for tp in (1, 8, 64):
         for unit in full_plan(tp, 1).units:
             for tensor in unit.source.plain:
-                if tensor.axis is None:
-                    assert tensor.local_shape(tp) == tensor.shape
+                local = tensor.cut.local_shape(tensor.shape)
+                if tensor.cut.axis is None:
+                    assert local == tensor.shape
                 else:
-                    assert math.prod(tensor.local_shape(tp)) * tp == math.prod(tensor.shape)
+                    assert math.prod(local) * tp == math.prod(tensor.shape)

@@ -39,12 +39,7 @@ def engine_load(
     """Load the routed experts (and whatever else lies in the same files, where whole files are read) of some
     layers of one rank.
     """
-    shape = ExpertShape(
-        source.model.hidden,
-        source.model.moe_intermediate,
-        source.model.quantization.group_size,
-        topology.moe_tp,
-    )
+    shape = source.model.expert_shape(topology.moe_tp)
     owned = topology.expert_range(rank, source.model.experts)
     begin = time.perf_counter()
     ring = PinnedRing(threads)

@@ -14,7 +14,6 @@ import numpy as np
 from marlin_convert.checkpoint.config import ModelConfig, parse_config
 from marlin_convert.checkpoint.header import DTYPE_SIZE
 from marlin_convert.checkpoint.source import INDEX_NAME
-from marlin_convert.layout.protocol import ExpertShape
 from marlin_convert.planning.rules import expert_tensors, load_rules
 
 #: random bytes that all tensors are cut from
@@ -90,7 +89,7 @@ def _layer(model: ModelConfig, layer: int) -> Iterator[Tensor]:
     for rule in load_rules():
         if rule.scope in ("layer", "moe") and rule.shape is not None:
             yield prefix + rule.name, rule.dtype[0], tuple(model.dims[size] for size in rule.shape)
-    shape = ExpertShape(model.hidden, model.moe_intermediate, model.quantization.group_size, 1)
+    shape = model.expert_shape()
     for expert in range(model.experts):
         for name, dtypes, extents in expert_tensors(f"{prefix}mlp.experts", expert, shape):
             yield name, dtypes[0], extents

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from marlin_convert.errors import SourceError
+from marlin_convert.layout.protocol import ExpertShape
 
 ARCHITECTURES = ("KimiK25ForConditionalGeneration", "DeepseekV3ForCausalLM")
 
@@ -54,6 +55,10 @@ class ModelConfig:
     def moe_intermediate(self) -> int:
         """A routed expert's intermediate size."""
         return self.dims["moe_intermediate"]
+
+    def expert_shape(self, moe_tp: int = 1) -> ExpertShape:
+        """The routed experts, each cut into `moe_tp` slices."""
+        return ExpertShape(self.hidden, self.moe_intermediate, self.quantization.group_size, moe_tp)
 
 
 def parse_config(config: dict[str, Any]) -> ModelConfig:

@@ -12,7 +12,6 @@ from marlin_convert.checks.kept_source import KeptSource
 from marlin_convert.checks.origins import expected_origin, fused_pairs
 from marlin_convert.checks.report import Finding, Report
 from marlin_convert.layout.moe import LAYOUTS
-from marlin_convert.layout.protocol import ExpertShape
 from marlin_convert.shards.format import is_filler
 from marlin_convert.shards.manifest import FusedTensor, Manifest, Shard, StoredTensor
 
@@ -51,9 +50,7 @@ def _wrong_facts(manifest: Manifest, kept: KeptSource) -> Iterator[str]:
     }
     layout = LAYOUTS.get(manifest.layout_id)
     if layout is not None:
-        shape = ExpertShape(
-            model.hidden, model.moe_intermediate, model.quantization.group_size, manifest.tp // manifest.ep
-        )
+        shape = model.expert_shape(manifest.tp // manifest.ep)
         padded = layout.padded(shape)
         expected["parallel"]["padding"] = (
             None if padded == shape.local else {"moe_intermediate": shape.local, "padded": padded}

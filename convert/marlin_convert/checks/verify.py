@@ -31,7 +31,6 @@ from marlin_convert.checks.structural import (
 from marlin_convert.errors import OutputError, SourceError, UsageError
 from marlin_convert.files import digest, machine_errors
 from marlin_convert.layout.moe import LAYOUTS
-from marlin_convert.layout.protocol import ExpertShape
 from marlin_convert.reads import PieceReader
 from marlin_convert.shards.format import is_filler
 from marlin_convert.shards.manifest import Manifest, Origin, Shard, UnitInfo, read_manifest
@@ -184,13 +183,8 @@ class _Data:
             for t in shard.tensors
             if t.name in stacked and shard.rank is not None
         }
-        shape = ExpertShape(
-            self._kept.model.hidden,
-            self._kept.model.moe_intermediate,
-            manifest.group_size,
-            manifest.tp // manifest.ep,
-        )
         local, moe_tp = experts // manifest.ep, manifest.tp // manifest.ep
+        shape = self._kept.model.expert_shape(moe_tp)
         expected = {t.name: (local, *t.shape) for t in layout.stacked(shape)}
         for (rank, name), item in held.items():
             if item.tensor.shape != expected.get(name.rpartition(".")[2]) or item.tensor.experts is None:

@@ -16,7 +16,6 @@ from marlin_convert.checkpoint.identity import SourceIdentity, identify, stamps
 from marlin_convert.checkpoint.source import Source, open_source
 from marlin_convert.errors import SourceError, UsageError
 from marlin_convert.files import machine_errors
-from marlin_convert.layout.protocol import ExpertShape
 from marlin_convert.pipeline.begin import (
     CHECKS,
     begin_or_continue,
@@ -230,9 +229,7 @@ def source_bytes(source: Source, unit: OutputUnit) -> int:
     """Bytes a unit takes from the source."""
     names = [tensor.name for tensor in unit.source.plain]
     if unit.source.experts_prefix is not None:
-        shape = ExpertShape(
-            source.model.hidden, source.model.moe_intermediate, source.model.quantization.group_size, 1
-        )
+        shape = source.model.expert_shape()
         names += [
             name
             for expert in range(source.model.experts)

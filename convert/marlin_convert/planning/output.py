@@ -114,7 +114,7 @@ def plan_output(source: Source, options: Options) -> OutputPlan:
     layout, model = LAYOUTS[options.layout], source.model
     if model.experts % topology.ep:
         raise UsageError(f"--ep {topology.ep} does not divide the {model.experts} routed experts")
-    shape = ExpertShape(model.hidden, model.moe_intermediate, model.quantization.group_size, topology.moe_tp)
+    shape = model.expert_shape(topology.moe_tp)
     if (reason := layout.why_not(shape)) is not None:
         raise UsageError(f"--tp {topology.tp} --ep {topology.ep}: {reason}")
     ranks = _scope("rank", options.ranks, topology.tp)

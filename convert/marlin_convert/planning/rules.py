@@ -189,7 +189,7 @@ def _check_entry(source: Source, name: str, dtypes: tuple[str, ...], shape: tupl
 
 def _check_experts(source: Source, prefix: str, seen: set[str]) -> None:
     model = source.model
-    shape = ExpertShape(model.hidden, model.moe_intermediate, model.quantization.group_size, 1)
+    shape = model.expert_shape()
     missing = []
     for expert in range(model.experts):
         for name, dtypes, extents in expert_tensors(prefix, expert, shape):

@@ -26,7 +26,6 @@ from marlin_convert.checks.kernel.results import KernelReport
 from marlin_convert.errors import MachineError, SourceError, UsageError
 from marlin_convert.kernels.providers import Provider, load
 from marlin_convert.layout.moe import LAYOUTS
-from marlin_convert.layout.protocol import ExpertShape
 from marlin_convert.shards.manifest import Manifest, UnitInfo, read_manifest
 from marlin_convert.shards.reader import Shards, open_shards
 
@@ -155,12 +154,11 @@ def manifest_files(
     """A layer of a finished folder, as an engine would open it."""
     paths = {shard.rank: shard.path for shard in manifest.shards if shard.unit == unit.name}
     prefix = next(origin.tensor for origin in unit.tensors if origin.rule == "experts").rpartition(".")[0]
-    shape = ExpertShape(model.hidden, model.moe_intermediate, manifest.group_size, manifest.tp // manifest.ep)
     return LayerFiles(
         layer=unit.layer or 0,
         prefix=prefix,
         layout=LAYOUTS[manifest.layout_id],
-        shape=shape,
+        shape=model.expert_shape(manifest.tp // manifest.ep),
         experts=model.experts,
         tp=manifest.tp,
         ep=manifest.ep,
