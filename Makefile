@@ -1,10 +1,11 @@
 # make demo: the whole job on a small checkpoint, in a fresh venv, without torch. make test: the tests.
+# make mutants: plants mistakes that the tests must notice; writes tests/mutants/RESULTS.md. Run by hand.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO ?= demo
 
-.PHONY: demo test lint wheel clean
+.PHONY: demo test mutants lint wheel clean
 
 $(BIN)/marlin-convert: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -37,6 +38,9 @@ lint: $(VENV)/.test
 
 test: $(VENV)/.test lint
 	$(BIN)/python -m pytest -m "not gpu" -n 3
+
+mutants: $(VENV)/.test
+	$(BIN)/python tests/mutants/run.py
 
 wheel: $(VENV)/.test
 	$(BIN)/python -m build --quiet

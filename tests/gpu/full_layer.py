@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "convert"), str(ROOT / "tests" / "support"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / "convert"), str(ROOT / "tests" / "support")]
 
 LAYER, TP = 0, 8
 #: (rank, expert) in which a scale is spoiled

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
+
 from kernel_vectors import (
     GEMM_KINDS,
     REPACK_FAMILIES,
@@ -19,8 +21,6 @@ from kernel_vectors import (
     repack_golden,
     run_gemm,
 )
-from torch import Tensor
-
 from marlin_convert.kernels.fused_moe import (
     BLOCK_SIZES,
     REPEATABLE,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from hub.proxy import Answer, Request
 from hub.setting import Done, Published, differences
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_vectors import family, relative_error
 
+from kernel_vectors import family, relative_error
 from marlin_convert.kernels.fused_moe import (
     Matrix,
     align,

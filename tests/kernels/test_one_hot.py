@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_vectors import family, published_weights
 
+from kernel_vectors import family, published_weights
 from marlin_convert.kernels.fused_moe import Matrix
 from marlin_convert.kernels.one_hot import read_back
 from marlin_convert.kernels.quant_types import UINT4, UINT8B128

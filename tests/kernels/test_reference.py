@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kernel_vectors import (
     GEMM_KINDS,
     REPACK_FAMILIES,
@@ -19,7 +20,6 @@ from kernel_vectors import (
     repack_golden,
     run_gemm,
 )
-
 from marlin_convert.kernels import fragments
 from marlin_convert.kernels.quant_types import UINT4B8, UINT8B128, quant_type
 from marlin_convert.kernels.reference import (

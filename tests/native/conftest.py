@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from damage import flip
 
 from checkpoints import make_small
+from damage import flip
+from native_programs import Programs
 
 HERE = Path(__file__).parent
-#: A sanitizer that finds something must not look like a refusal, which is exit code 1.
-SANITIZER_EXIT = 99
 
 
 def _missing() -> str:
@@ -35,32 +32,6 @@ def _missing() -> str:
         if probe.returncode:
             return f"{header} (Debian's {package}) is not installed"
     return ""
-
-
-@dataclass(frozen=True)
-class Programs:
-    """Folder of the built programs."""
-
-    folder: Path
-
-    def __call__(
-        self, name: str, *arguments: object, env: dict[str, str] | None = None
-    ) -> subprocess.CompletedProcess[str]:
-        """Run one; a sanitizer's finding, a crash or a hang fails the test."""
-        sanitizers = {
-            "ASAN_OPTIONS": f"exitcode={SANITIZER_EXIT}",
-            "UBSAN_OPTIONS": f"exitcode={SANITIZER_EXIT}",
-        }
-        result = subprocess.run(
-            [str(self.folder / name), *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-            env={**os.environ, **sanitizers, **(env or {})},
-        )
-        assert result.returncode in (0, 1, 2), result.stderr
-        return result
 
 
 @pytest.fixture(scope="session")
@@ -109,8 +80,3 @@ def copied(outputs: Callable[[int, int, int], Path], tmp_path: Path) -> Path:
     out = tmp_path / "out"
     shutil.copytree(outputs(8, 1, 0), out)
     return out
-
-
-def lines(result: subprocess.CompletedProcess[str]) -> Sequence[str]:
-    """Of stdout."""
-    return result.stdout.splitlines()

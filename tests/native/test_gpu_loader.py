@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Programs
-from damage import flip
 
+from damage import flip
 from marlin_convert.bench.cold import evict, resident
+from native_programs import Programs
 
 Outputs = Callable[..., Path]
 

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-from conftest import Programs, lines
+
 from damage import edit_header, edit_manifest, flip, header_of, plain_file, with_header
+from native_programs import Programs, lines
 
 Outputs = Callable[..., Path]
 SHARD = "rank-03-of-08/layer-001.safetensors"

@@ -10,8 +10,8 @@ from threading import Thread
 import numpy as np
 import numpy.typing as npt
 import pytest
-from late_driver import SIZE, LateDriver
 
+from late_driver import SIZE, LateDriver
 from marlin_convert.shards.copy_loop import read_and_copy
 
 File = tuple[Path, npt.NDArray[np.uint8]]

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from late_driver import SIZE, LateDriver
 
+from late_driver import SIZE, LateDriver
 from marlin_convert.errors import MachineError
 from marlin_convert.reads import OpenFile
 from marlin_convert.shards import ring as ring_module

@@ -1,9 +1,8 @@
-"""Measures what the tests only touch, on a checkpoint of many layers; prints JSON.
+"""Measures what the tests only touch, on a checkpoint of many layers; prints JSON. From tests/support:
 
-python tests/hub/measure.py kills      twenty conversions, each killed at a random moment and continued,
-compared with an undisturbed one python tests/hub/measure.py disk       the most disk a streaming conversion
-takes python tests/hub/measure.py link       download alone and download plus conversion, over a link that is
-the bottleneck
+python -m hub.measure kills    twenty conversions, each killed at a random moment, continued and compared
+python -m hub.measure disk     the most disk a streaming conversion takes
+python -m hub.measure link     download alone and with conversion, where the link is the bottleneck
 """
 
 from __future__ import annotations
@@ -18,16 +17,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [
-    str(Path(__file__).resolve().parents[1]),
-    str(Path(__file__).resolve().parents[1] / "support"),
-]
-from hub.proxy import Proxy  # noqa: E402
-from hub.server import Hub  # noqa: E402
-from hub.setting import REPO, Published, differences, hub_environment, run_command  # noqa: E402
-from hub.watch import Watch  # noqa: E402
-
-from checkpoints import make_small  # noqa: E402
+from checkpoints import make_small
+from hub.proxy import Proxy
+from hub.server import Hub
+from hub.setting import REPO, Published, differences, hub_environment, run_command
+from hub.watch import Watch
 
 KILLS = 20
 #: bytes a second
