@@ -32,7 +32,8 @@ AFTER_THE_TYPE: dict[str, Any] = {
 
 def test_the_light_modules_load_no_torch() -> None:
     code = (
-        "import sys, convert.kernels.providers, convert.kernels.quant_types, convert.kernels.fragments;"
+        "import sys, marlin_convert.kernels.providers, marlin_convert.kernels.quant_types,"
+        "marlin_convert.kernels.fragments;"
         "sys.exit('torch' in sys.modules or 'sglang' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
