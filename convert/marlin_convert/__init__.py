@@ -1,8 +1,11 @@
 """Kimi-K2 checkpoints to ready-to-mmap per-GPU shards in the Marlin MoE layout.
 
-The command line's verbs as functions: `plan`, `download`, `convert`, `verify`, and `open_shards` to read the
-result; `HubOptions` says how a repository of the hub is read. They are loaded when first used, so that
-`import marlin_convert` costs nothing.
+The command line's verbs as functions: `plan`, `download`, `convert`, `verify` and `verify_kernel`.
+`open_shards` reads the result with numpy, `load_rank` brings a rank to a GPU with torch. `HubOptions` says
+how a repository of the hub is read. What goes wrong is a `ConvertError`: `UsageError`, `SourceError`,
+`OutputError` or `MachineError`.
+
+All of it is loaded when first used, so that `import marlin_convert` costs nothing.
 """
 
 from __future__ import annotations
@@ -13,24 +16,66 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from marlin_convert.checkpoint.download import download
     from marlin_convert.checkpoint.hub_files import HubOptions
+    from marlin_convert.checks.kernel.run import verify_kernel
     from marlin_convert.checks.verify import verify
+    from marlin_convert.engines.torch_loader import load_rank
+    from marlin_convert.errors import ConvertError, MachineError, OutputError, SourceError, UsageError
     from marlin_convert.pipeline.convert import convert
     from marlin_convert.planning.report import plan
     from marlin_convert.shards.reader import open_shards
 
-__all__ = ["HubOptions", "convert", "download", "open_shards", "plan", "verify"]
+    __version__: str
+
+__all__ = [
+    "ConvertError",
+    "HubOptions",
+    "MachineError",
+    "OutputError",
+    "SourceError",
+    "UsageError",
+    "convert",
+    "download",
+    "load_rank",
+    "open_shards",
+    "plan",
+    "verify",
+    "verify_kernel",
+]
 
 _HOMES = {
+    "ConvertError": "marlin_convert.errors",
     "HubOptions": "marlin_convert.checkpoint.hub_files",
+    "MachineError": "marlin_convert.errors",
+    "OutputError": "marlin_convert.errors",
+    "SourceError": "marlin_convert.errors",
+    "UsageError": "marlin_convert.errors",
     "convert": "marlin_convert.pipeline.convert",
     "download": "marlin_convert.checkpoint.download",
+    "load_rank": "marlin_convert.engines.torch_loader",
     "open_shards": "marlin_convert.shards.reader",
     "plan": "marlin_convert.planning.report",
     "verify": "marlin_convert.checks.verify",
+    "verify_kernel": "marlin_convert.checks.kernel.run",
 }
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name not in _HOMES:
         raise AttributeError(f"module 'marlin_convert' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})
+
+
+def _version() -> str:
+    """That of the installed package. AttributeError where the source tree is used without being installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("marlin-convert")
+    except PackageNotFoundError as error:
+        raise AttributeError("marlin-convert is not installed, so it has no version") from error

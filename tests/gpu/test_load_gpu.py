@@ -13,14 +13,14 @@ import torch
 
 from checkpoints import make_layers
 from marlin_convert.bench.load import bench_load
+from marlin_convert.engines import mapped as mapped_module
+from marlin_convert.engines import ring as ring_module
+from marlin_convert.engines.ring import PinnedRing
+from marlin_convert.engines.torch_loader import PATHS, host_tensors, load_rank, load_shards
 from marlin_convert.errors import MachineError, OutputError, UsageError
 from marlin_convert.pipeline.convert import convert
 from marlin_convert.reads import OpenFile
-from marlin_convert.shards import device as device_module
-from marlin_convert.shards import ring as ring_module
-from marlin_convert.shards.device import PATHS, load_rank
 from marlin_convert.shards.reader import open_shards
-from marlin_convert.shards.ring import PinnedRing
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,7 +46,7 @@ def _never(part: ring_module.Part, *_: object) -> None:
 def test_every_byte_arrives(
     converted: Path, path: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_module, "REGISTER", 5 << 20)  # several pieces a file
+    monkeypatch.setattr(mapped_module, "REGISTER", 5 << 20)  # several pieces a file
     monkeypatch.setattr(ring_module, "_again", _never)
     host, loaded = load_rank(converted, 1, device="cpu"), load_rank(converted, 1, path=path, threads=threads)
     assert loaded.bytes == sum(shard.size for shard in open_shards(converted, 1).shards()) > 40 << 20
@@ -65,9 +65,9 @@ def test_every_byte_arrives(
 def test_shards_to_a_device(converted: Path, path: str, inference: bool) -> None:
     shards = open_shards(converted, 0)
     with torch.inference_mode(inference):
-        tensors = shards.to("cuda", ["layer-000"], path)
+        tensors = load_shards(shards, units=["layer-000"], path=path).tensors
     name = next(name for name in tensors if name.endswith("w2_weight_packed"))
-    assert torch.equal(tensors[name].cpu(), shards.tensors(["layer-000"])[name])
+    assert torch.equal(tensors[name].cpu(), host_tensors(shards, ["layer-000"])[name])
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")

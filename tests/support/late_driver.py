@@ -8,7 +8,7 @@ import ctypes
 import os
 from collections import Counter, defaultdict
 
-from marlin_convert.shards.copy_loop import Functions, address_of
+from marlin_convert.engines.copy_loop import Functions, address_of
 
 WORD = ctypes.c_int64
 SIZE = 4096

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from marlin_convert.checkpoint.source import Source
+from marlin_convert.engines.ring import PinnedRing
 from marlin_convert.kernels.providers import Provider
 from marlin_convert.layout.protocol import ExpertShape
 from marlin_convert.layout.scales import GROUPED
 from marlin_convert.planning.rules import expert_tensors
 from marlin_convert.reads import OpenFile, Piece, Run, plan_reads
-from marlin_convert.shards.ring import PinnedRing
 from marlin_convert.slicing import Topology
 
 

@@ -14,7 +14,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -22,8 +21,8 @@ from torch import Tensor
 
 from marlin_convert.bench.layer import LoadedLayer, load_layer
 from marlin_convert.bench.stats import Summary, summarize
-from marlin_convert.checks.kernel.run import load_provider
 from marlin_convert.errors import MachineError
+from marlin_convert.extras import package_version
 from marlin_convert.kernels.fused_moe import (
     Alignment,
     ReduceFlags,
@@ -33,7 +32,7 @@ from marlin_convert.kernels.fused_moe import (
     grouped_gemm,
     make_workspace,
 )
-from marlin_convert.kernels.providers import Provider
+from marlin_convert.kernels.providers import Provider, load_for
 
 TOKENS = (1, 9, 90, 330)
 ROUTINGS = ("uniform", "skewed")
@@ -99,7 +98,7 @@ def bench_kernel(
 
     Raises UsageError for what is not in `out`, MachineError where no kernel loads or memory does not suffice.
     """
-    chosen = load_provider(device, provider)
+    chosen = load_for(device, provider)
     say(f"loading layer {layer} of rank {rank}")
     try:
         with torch.inference_mode():
@@ -354,10 +353,7 @@ class _Bench:
                 "cuda": torch.version.cuda,
             }
         for package in ("marlin-convert", "sglang", "sgl-kernel"):
-            try:
-                found[package] = version(package)
-            except PackageNotFoundError:
-                found[package] = None
+            found[package] = package_version(package)
         return found
 
     def _notes(self) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from marlin_convert.engines.torch_loader import load_shards
 from marlin_convert.errors import UsageError
 from marlin_convert.kernels.fused_moe import Matrix, contiguous_expert_map
 from marlin_convert.shards.reader import open_shards
@@ -51,7 +52,7 @@ def load_layer(out: str | os.PathLike[str], layer: int, rank: int, device: str) 
         raise UsageError(f"{out} has no routed experts of layer {layer}; its layers are {present}")
     prefix = names[0].removesuffix("w13_weight_packed")
 
-    tensors = shards.to(device, [f"layer-{layer:03d}"])
+    tensors = load_shards(shards, device=device, units=[f"layer-{layer:03d}"]).tensors
 
     def matrix(name: str) -> Matrix:
         return Matrix(tensors[f"{prefix}{name}_weight_packed"], tensors[f"{prefix}{name}_weight_scale"])

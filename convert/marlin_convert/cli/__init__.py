@@ -11,11 +11,9 @@ from types import FrameType
 import click
 
 from marlin_convert.errors import ConvertError
+from marlin_convert.extras import EXTRAS, missing
 
 VERBS = ("plan", "download", "convert", "verify", "inspect", "bench", "doctor")
-
-#: optional packages and the extra that brings each
-EXTRAS = {"torch": "torch", "matplotlib": "report"}
 
 
 class Terminated(KeyboardInterrupt):
@@ -84,10 +82,7 @@ def run(arguments: list[str]) -> int:
     except ModuleNotFoundError as error:
         if error.name not in EXTRAS:
             raise
-        click.echo(
-            f"error: this needs {error.name}: pip install '.[{EXTRAS[error.name]}]' in the project's folder",
-            err=True,
-        )
+        click.echo(f"error: {missing(error.name)}", err=True)
         return 2
     except OSError as error:
         _show(error)

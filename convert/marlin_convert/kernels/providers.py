@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from marlin_convert.errors import MachineError
+from marlin_convert.errors import MachineError, UsageError
 from marlin_convert.kernels.quant_types import quant_type
 
 if TYPE_CHECKING:
@@ -330,3 +330,27 @@ def load(name: str | None = None) -> Provider:
             return provider
         reasons.append(f"  {report.name}: {report.reason}. {report.install}")
     raise KernelUnavailableError("the Marlin MoE kernel does not load here\n" + "\n".join(reasons))
+
+
+def load_for(device: str, name: str | None = None) -> Provider:
+    """The provider for a torch device: the one called `name`, else the first that loads for `cuda`, the CPU
+    model for `cpu`.
+
+    Errors: UsageError for an unknown device or name, or one that works on another device; MachineError where
+    there is no GPU or no provider loads.
+    """
+    import torch
+
+    try:
+        kind = torch.device(device).type
+        if kind == "cuda" and not torch.cuda.is_available() and name != "reference":
+            raise MachineError(
+                f"torch {torch.__version__} sees no CUDA GPU; run `marlin-convert doctor`, or check slowly"
+                " with --device cpu"
+            )
+        provider = load("reference" if kind == "cpu" and name is None else name)
+    except (RuntimeError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    if provider.device != kind:
+        raise UsageError(f"the provider {provider.name} works on {provider.device}, not on {device}")
+    return provider

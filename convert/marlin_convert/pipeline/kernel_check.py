@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.errors import OutputError, UsageError
+from marlin_convert.extras import installed
 from marlin_convert.pipeline.expert_job import expert_bytes
 from marlin_convert.planning.output import OutputPlan, OutputUnit
 from marlin_convert.reads import read_bytes
@@ -26,17 +27,15 @@ def kernel_check(source: Source, plan: OutputPlan, out: Path, device: str = "cud
     Raises MachineError here, before anything is written, where no kernel loads. The function raises
     OutputError naming the first finding.
     """
-    try:
-        from marlin_convert.checks.kernel.layer import LayerFiles, originals_from_source
-        from marlin_convert.checks.kernel.layer_check import Scope
-        from marlin_convert.checks.kernel.results import KernelReport
-        from marlin_convert.checks.kernel.run import TOKENS, check_layer, load_provider
-    except ImportError as error:
-        raise UsageError(
-            f"--verify kernel needs torch ({error}); pip install '.[torch]', or use --verify exact"
-        ) from error
+    if not installed("torch"):
+        raise UsageError("--verify kernel needs torch: pip install '.[torch]', or use --verify exact")
+    from marlin_convert.checks.kernel.layer import LayerFiles, originals_from_source
+    from marlin_convert.checks.kernel.results import KernelReport
+    from marlin_convert.checks.kernel.run import TOKENS, check_layer
+    from marlin_convert.checks.kernel.scope import Scope
+    from marlin_convert.kernels.providers import load_for
 
-    provider = load_provider(device, None)
+    provider = load_for(device)
     top_k = int(source.model.text.get("num_experts_per_tok", 8))
     lock = Lock()
 

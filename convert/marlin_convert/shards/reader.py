@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +19,6 @@ from marlin_convert.reads import read_bytes
 from marlin_convert.shards.format import is_filler
 from marlin_convert.shards.manifest import FusedTensor, Manifest, Shard, StoredTensor, read_manifest
 from marlin_convert.slicing import Topology
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Array = npt.NDArray[np.generic]
 
@@ -121,20 +117,6 @@ class Shards:
                 f"{self.out / shard.path} ended before {name} did, while it was being read; run verify"
             )
         return found
-
-    def tensors(self, units: Sequence[str] | None = None) -> dict[str, Tensor]:
-        """Torch tensors over the mapping, nothing copied, fused views included; read-only. Needs torch."""
-        from marlin_convert.shards.device import host_tensors
-
-        return host_tensors(self, units)
-
-    def to(self, device: str, units: Sequence[str] | None = None, path: str = "auto") -> dict[str, Tensor]:
-        """The rank (or some units of it) on a device, in large copies; see `convert.shards.device.load_rank`.
-        Needs torch.
-        """
-        from marlin_convert.shards.device import load_shards
-
-        return load_shards(self, device=device, units=units, path=path).tensors
 
     def dtype(self, name: str) -> str:
         """The safetensors dtype of a tensor."""

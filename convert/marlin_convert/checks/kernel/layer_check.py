@@ -5,7 +5,7 @@ whole routed MoE.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +19,7 @@ from marlin_convert.checks.kernel.diagnose import diagnose
 from marlin_convert.checks.kernel.fused_check import FusedCheck
 from marlin_convert.checks.kernel.layer import Bytes, LayerFiles, Original, Originals
 from marlin_convert.checks.kernel.results import KernelReport, Verdict
+from marlin_convert.checks.kernel.scope import Scope
 from marlin_convert.checks.report import Finding
 from marlin_convert.kernels.fused_moe import Matrix, align, grouped_gemm, make_workspace
 from marlin_convert.kernels.one_hot import read_back
@@ -31,16 +32,6 @@ ROWS = 16
 #: Each output is rounded to bf16 once: at most 2^-9 of it. Sums are float32, so K <= 7168 terms add less than
 #: a tenth of that; twice the bound.
 GEMM_TOLERANCE = 2.0**-8
-
-
-@dataclass(frozen=True)
-class Scope:
-    """What of a layer is checked. `experts` None means all; `tokens` empty leaves the fused check out."""
-
-    ranks: tuple[int, ...]
-    experts: tuple[int, ...] | None
-    tokens: tuple[int, ...]
-    top_k: int
 
 
 @dataclass
@@ -269,12 +260,3 @@ def _unpadded(read: Tensor, name: str, local: int) -> Tensor:
         return read[:, :local]
     padded = read.shape[0] // 2
     return torch.cat((read[:local], read[padded : padded + local]))
-
-
-def sampled(experts: Sequence[int], count: int) -> tuple[int, ...]:
-    """`count` experts spread evenly, the first and the last among them."""
-    if count >= len(experts):
-        return tuple(experts)
-    if count == 1:
-        return (experts[0],)
-    return tuple(experts[round(i * (len(experts) - 1) / (count - 1))] for i in range(count))

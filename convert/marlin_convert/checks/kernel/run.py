@@ -1,15 +1,15 @@
-"""`verify --kernel`: the layers of a converted folder, one after the other."""
+"""`verify --kernel`: the layers of a converted folder, one after the other.
+
+This module loads without torch; what it calls needs it and says so where it is missing.
+"""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from marlin_convert.checkpoint.config import ModelConfig
 from marlin_convert.checkpoint.identity import identify, identity_from_json
@@ -21,10 +21,11 @@ from marlin_convert.checks.kernel.layer import (
     originals_from_source,
     originals_restored,
 )
-from marlin_convert.checks.kernel.layer_check import LayerCheck, Scope, sampled
 from marlin_convert.checks.kernel.results import KernelReport
+from marlin_convert.checks.kernel.scope import Scope, sampled, subset
 from marlin_convert.errors import MachineError, SourceError, UsageError
-from marlin_convert.kernels.providers import Provider, load
+from marlin_convert.extras import package_version, require
+from marlin_convert.kernels.providers import Provider, load_for
 from marlin_convert.layout.moe import LAYOUTS
 from marlin_convert.shards.manifest import Manifest, UnitInfo, read_manifest
 from marlin_convert.shards.reader import Shards, open_shards
@@ -53,12 +54,13 @@ def verify_kernel(
     ranks. `device` "cpu" means the reference provider. Originals come from `source`, else are restored from
     all ranks' shards.
 
-    Raises UsageError for a scope that is not there, MachineError where no kernel loads, SourceError for
-    another source, OutputError.
+    Raises UsageError for a scope that is not there and where torch is not installed, MachineError where no
+    kernel loads, SourceError for another source, OutputError.
     """
+    require("torch")
     folder, manifest = Path(out), read_manifest(Path(out))
     refuse_known_wrong(manifest)
-    chosen = load_provider(device, provider)
+    chosen = load_for(device, provider)
     opened = None if source is None else _open_same(source, manifest)
     kept = read_kept_source(folder, manifest)
     model = kept.model
@@ -68,9 +70,9 @@ def verify_kernel(
         for unit in manifest.units
         if unit.layer is not None and any(origin.rule == "experts" for origin in unit.tensors)
     ]
-    wanted = _subset("layer", layers, [unit.layer for unit in units if unit.layer is not None])
-    on_ranks = _subset("rank", ranks, list(manifest.ranks))
-    scope_experts = None if experts is None else tuple(_subset("expert", experts, list(range(model.experts))))
+    wanted = subset("layer", layers, [unit.layer for unit in units if unit.layer is not None])
+    on_ranks = subset("rank", ranks, list(manifest.ranks))
+    scope_experts = None if experts is None else tuple(subset("expert", experts, list(range(model.experts))))
     if sample is not None:
         scope_experts = sampled(scope_experts or range(model.experts), sample)
     if opened is None and manifest.ranks != tuple(range(manifest.tp)):
@@ -106,6 +108,10 @@ def check_layer(
     report: KernelReport,
 ) -> None:
     """Check one layer into `report`."""
+    import torch
+
+    from marlin_convert.checks.kernel.layer_check import LayerCheck
+
     begin = time.perf_counter()
     try:
         with torch.inference_mode():
@@ -132,22 +138,6 @@ def refuse_known_wrong(manifest: Manifest) -> None:
         )
 
 
-def load_provider(device: str, name: str | None) -> Provider:
-    """The provider for a device; the CPU's is the reference."""
-    try:
-        if torch.device(device).type == "cuda" and not torch.cuda.is_available() and name != "reference":
-            raise MachineError(
-                f"torch {torch.__version__} sees no CUDA GPU; run `marlin-convert doctor`, or check slowly"
-                " with --device cpu"
-            )
-        provider = load("reference" if torch.device(device).type == "cpu" and name is None else name)
-    except (RuntimeError, ValueError) as error:
-        raise UsageError(str(error)) from error
-    if provider.device != torch.device(device).type:
-        raise UsageError(f"the provider {provider.name} works on {provider.device}, not on {device}")
-    return provider
-
-
 def manifest_files(
     shards: Mapping[int, Shards], manifest: Manifest, unit: UnitInfo, model: ModelConfig
 ) -> LayerFiles:
@@ -170,6 +160,8 @@ def manifest_files(
 
 def environment(provider: Provider, manifest: Manifest) -> dict[str, Any]:
     """What ran, for the report."""
+    import torch
+
     found: dict[str, Any] = {
         "provider": provider.name,
         "torch": torch.__version__,
@@ -178,10 +170,7 @@ def environment(provider: Provider, manifest: Manifest) -> dict[str, Any]:
     }
     found |= {"tp": manifest.tp, "ep": manifest.ep}
     for package in ("marlin-convert", "sglang", "sgl-kernel", "apache-tvm-ffi"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
+        found[package] = package_version(package)
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         found |= {
@@ -199,13 +188,3 @@ def _open_same(source: str, manifest: Manifest) -> Source:
     ) is not None:
         raise SourceError(f"{source} is not what this output was made from: {difference}")
     return opened
-
-
-def _subset(what: str, wanted: Sequence[int] | None, present: Sequence[int]) -> Sequence[int]:
-    if wanted is None:
-        return present
-    if absent := sorted(set(wanted) - set(present)):
-        raise UsageError(
-            f"there is no {what} {absent[0]} to check here; there are {present[0]} to {present[-1]}"
-        )
-    return sorted(set(wanted))

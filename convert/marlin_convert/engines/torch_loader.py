@@ -3,53 +3,53 @@ device's memory.
 
 Two ways. `ring`: threads read into a few pinned buffers and copy from there; past the page cache (`direct`)
 for files that are not in it. `auto` is `ring`, or `direct` for files that are not in the page cache.
-`mapped`: the read-only mapping of a file is registered with CUDA piece by piece while earlier pieces copy.
-Needs torch; on "cpu" the tensors are views of the mapping and nothing is copied.
+`mapped`: the read-only mapping of a file is registered with CUDA piece by piece while earlier pieces copy. On
+"cpu" the tensors are views of the mapping and nothing is copied.
+
+This module loads without torch; its functions need it and say so where it is missing.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
-import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from marlin_convert.errors import MachineError, UsageError
+from marlin_convert.extras import require
 from marlin_convert.files import PAGE
 from marlin_convert.page_cache import can_tell, resident_pages
 from marlin_convert.reads import OpenFile
+from marlin_convert.shards.format import is_filler
 from marlin_convert.shards.manifest import FusedTensor, Shard, StoredTensor
 from marlin_convert.shards.reader import Shards, open_shards
 
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
 PATHS = ("auto", "ring", "direct", "mapped")
-TORCH = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "BOOL": torch.bool,
-}
-#: cudaHostRegisterReadOnly: registers pages of a read-only mapping; not every driver has it
-READ_ONLY = 8
-#: bytes registered at a time
-REGISTER = 128 << 20
 #: how far the pages lie apart that are looked at to see whether a file is in the page cache
 SAMPLE = 64 << 20
 #: threads that read at most, from the page cache and from a disk: an H200 machine of 16 cores was fastest so
 THREADS = 16
 DIRECT_THREADS = 8
+#: safetensors dtype -> name in torch
+TORCH = {
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F32": "float32",
+    "F64": "float64",
+    "I32": "int32",
+    "I64": "int64",
+    "U8": "uint8",
+    "I8": "int8",
+    "I16": "int16",
+    "BOOL": "bool",
+}
 
 
 @dataclass
@@ -66,18 +66,6 @@ class LoadedRank:
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
-
-
-def host_tensors(shards: Shards, units: Sequence[str] | None = None) -> dict[str, Tensor]:
-    """Zero-copy torch tensors over the mapping, fused views included. They are read-only memory: writing to
-    one ends the process.
-    """
-    chosen = [shard for shard in shards.shards() if units is None or shard.unit in units]
-    return {
-        name: tensor
-        for shard in chosen
-        for name, tensor in _views(shard, flat_bytes(shards.mapping(shard))).items()
-    }
 
 
 def load_rank(
@@ -104,17 +92,13 @@ def load_shards(
     """Bring a rank (or some units of it, such as `layer-001`) to a device.
 
     `path` is one of PATHS, `threads` how many read for ring and direct. On return all is there, whatever the
-    stream. Raises OutputError for damaged files, UsageError for an unknown rank, unit or path, MachineError
-    where CUDA or the disk fails.
+    stream. Raises OutputError for damaged files, UsageError for an unknown rank, unit or path and where torch
+    is not installed, MachineError where CUDA or the disk fails.
     """
-    if isinstance(units, str):
-        raise UsageError(f'units is a list, such as ["{units}"]')
-    chosen = [shard for shard in shards.shards() if units is None or shard.unit in units]
-    if units is not None and len(chosen) != len(set(units)):
-        raise UsageError(
-            f"{shards.out} has no {sorted(set(units) - {shard.unit for shard in chosen})[0]} on rank"
-            f" {shards.rank}"
-        )
+    require("torch")
+    import torch
+
+    chosen = _chosen(shards, units)
     if path not in PATHS:
         raise UsageError(f"path {path}: choose one of {', '.join(PATHS)}")
     begin = time.perf_counter()
@@ -128,7 +112,7 @@ def load_shards(
     for shard in chosen:
         shards.mapping(shard)  # checks size and identity before anything is copied
     if path == "auto":
-        path = "ring" if _cached(shards, chosen) else "direct"
+        path = "ring" if in_page_cache(shards, chosen) else "direct"
     best = {"ring": THREADS, "direct": DIRECT_THREADS, "mapped": 1}[path]
     loaded = LoadedRank({}, path, 1 if path == "mapped" else threads or min(os.cpu_count() or 1, best))
     try:
@@ -141,13 +125,47 @@ def load_shards(
     except RuntimeError as error:
         raise MachineError(f"CUDA failed while rank {shards.rank} was being loaded: {error}") from error
     for shard in chosen:
-        loaded.tensors |= _views(shard, targets[shard.path])
+        loaded.tensors |= views(shard, targets[shard.path])
     loaded.bytes = sum(shard.size for shard in chosen)
     loaded.seconds["total"] = time.perf_counter() - begin
     return loaded
 
 
-def _cached(shards: Shards, chosen: Sequence[Shard]) -> bool:
+def host_tensors(shards: Shards, units: Sequence[str] | None = None) -> dict[str, Tensor]:
+    """Zero-copy torch tensors over the mapping, fused views included. They are read-only memory: writing to
+    one ends the process. Raises as `load_shards` does.
+    """
+    require("torch")
+    from marlin_convert.engines.mapped import flat_bytes
+
+    return {
+        name: tensor
+        for shard in _chosen(shards, units)
+        for name, tensor in views(shard, flat_bytes(shards.mapping(shard))).items()
+    }
+
+
+def views(shard: Shard, data: Tensor) -> dict[str, Tensor]:
+    """Tensors and fused views of a file whose bytes are `data`, flat uint8 on any device."""
+    found = {}
+    parts: list[StoredTensor | FusedTensor] = [*shard.tensors, *shard.fused]
+    for part in parts:
+        if not is_filler(part.name):
+            kind = torch_dtype(part.dtype)
+            size = kind.itemsize * int(np.prod(part.shape))
+            found[part.name] = data[part.offset : part.offset + size].view(kind).reshape(part.shape)
+    return found
+
+
+def torch_dtype(name: str) -> dtype:
+    """Torch's dtype for a safetensors one, such as `BF16`."""
+    import torch
+
+    found: dtype = getattr(torch, TORCH[name])
+    return found
+
+
+def in_page_cache(shards: Shards, chosen: Sequence[Shard]) -> bool:
     """Whether most of the files lies in the page cache, by a sample of their pages; True where the system
     does not tell. Not the first pages of a file: they have just been read for its header.
     """
@@ -162,83 +180,29 @@ def _cached(shards: Shards, chosen: Sequence[Shard]) -> bool:
     return bool(np.concatenate(sample).mean() > 0.5) if sample else True
 
 
-def _views(shard: Shard, data: Tensor) -> dict[str, Tensor]:
-    """Tensors and fused views of a file whose bytes are `data`."""
-    views = {}
-    parts: list[StoredTensor | FusedTensor] = [*shard.tensors, *shard.fused]
-    for part in parts:
-        if part.name.startswith("__pad__."):
-            continue
-        dtype = TORCH[part.dtype]
-        size = dtype.itemsize
-        for extent in part.shape:
-            size *= extent
-        views[part.name] = data[part.offset : part.offset + size].view(dtype).reshape(part.shape)
-    return views
-
-
-def flat_bytes(mapped: mmap.mmap) -> Tensor:
-    """A mapping as a flat uint8 tensor, nothing copied. Writing to it ends the process."""
-    with warnings.catch_warnings():  # torch warns that it cannot keep anyone from writing
-        warnings.simplefilter("ignore", UserWarning)
-        return torch.frombuffer(mapped, dtype=torch.uint8)
+def _chosen(shards: Shards, units: Sequence[str] | None) -> list[Shard]:
+    """The files of some units, or of all."""
+    if isinstance(units, str):
+        raise UsageError(f'units is a list, such as ["{units}"]')
+    chosen = [shard for shard in shards.shards() if units is None or shard.unit in units]
+    if units is not None and (absent := sorted(set(units) - {shard.unit for shard in chosen})):
+        raise UsageError(f"{shards.out} has no {absent[0]} on rank {shards.rank}")
+    return chosen
 
 
 def _copy_mapped(
     shards: Shards, chosen: Sequence[Shard], targets: dict[str, Tensor], loaded: LoadedRank
 ) -> None:
-    """Register a piece, set its copy going, register the next. Raises MachineError where the driver cannot
-    register a read-only mapping.
+    from marlin_convert.engines.mapped import copy_mapped
 
-    On one thread: the driver takes one range at a time, and more threads only wait for each other.
-    """
-    registered: list[int] = []
-    spent, begin = 0.0, time.perf_counter()
-    try:
-        for shard in chosen:
-            target = targets[shard.path]
-            for i, part in enumerate(flat_bytes(shards.mapping(shard)).split(REGISTER)):
-                spent += register(part)
-                registered.append(part.data_ptr())
-                target[i * REGISTER : (i + 1) * REGISTER].copy_(part, non_blocking=True)
-        torch.cuda.synchronize()
-        loaded.seconds |= {"register": spent, "register and copy": time.perf_counter() - begin}
-    finally:
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        unregister(registered)
-        loaded.seconds["unregister"] = time.perf_counter() - begin
-
-
-def register(part: Tensor) -> float:
-    """Make the GPU able to copy straight from (part of) a read-only mapping; returns the seconds. Raises
-    MachineError where the driver cannot.
-    """
-    begin = time.perf_counter()
-    if int(torch.cuda.cudart().cudaHostRegister(part.data_ptr(), part.numel(), READ_ONLY)):
-        with suppress(RuntimeError):  # the next kernel would report this failure as its own
-            torch.zeros(1, device="cuda")
-        raise MachineError(
-            "this driver cannot register a read-only mapping (cudaHostRegisterReadOnly); use the path ring"
-        )
-    return time.perf_counter() - begin
-
-
-def unregister(addresses: Sequence[int]) -> None:
-    """Undo `register`, once nothing copies any more."""
-    for address in addresses:
-        torch.cuda.cudart().cudaHostUnregister(address)
+    loaded.seconds |= copy_mapped((shards.mapping(shard), targets[shard.path]) for shard in chosen)
 
 
 def _copy_ring(
     shards: Shards, chosen: Sequence[Shard], targets: dict[str, Tensor], loaded: LoadedRank
 ) -> None:
-    from marlin_convert.shards.ring import (
-        CACHED,
-        DIRECT,
-        Part,
-        PinnedRing,
-    )  # and numba, which the other ways do without
+    # and numba, which the other ways do without
+    from marlin_convert.engines.ring import CACHED, DIRECT, Part, PinnedRing
 
     begin = time.perf_counter()
     direct = loaded.path == "direct"

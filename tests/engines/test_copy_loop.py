@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from late_driver import SIZE, LateDriver
-from marlin_convert.shards.copy_loop import read_and_copy
+from marlin_convert.engines.copy_loop import read_and_copy
 
 File = tuple[Path, npt.NDArray[np.uint8]]
 

@@ -1,5 +1,11 @@
 """Files to a GPU through a few pinned buffers: threads, each with two of them and a stream of its own, read
 into one while the other copies.
+
+Where the bytes go is the caller's: into memory of its own, or into tensors that exist already, such as an
+engine's parameters. Any contiguous tensor is a target as flat bytes:
+
+    target = parameter.detach().view(-1).view(torch.uint8)
+    ring.copy(ring.parts(OpenFile(path, direct=False), offset, target))
 """
 
 from __future__ import annotations
@@ -13,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from marlin_convert.engines.copy_loop import Words, functions, read_and_copy
 from marlin_convert.errors import MachineError
 from marlin_convert.reads import OpenFile
-from marlin_convert.shards.copy_loop import Words, functions, read_and_copy
 
 #: bytes of a buffer for reads from the page cache and for reads from the disk, as measured fastest on an H200
 #: machine. Of the former all together fit its third cache
@@ -24,8 +30,8 @@ CACHED, DIRECT = 4 << 20, 16 << 20
 
 @dataclass(frozen=True)
 class Part:
-    """Bytes from `offset` of a file to `target`, at most a buffer of them. Where the file is read directly,
-    offset and size are whole pages.
+    """Bytes from `offset` of a file to `target`, flat uint8 on a GPU, at most a buffer of them. Where the
+    file is read directly, `offset` is a whole page, as that of every tensor of a page or more is.
     """
 
     file: OpenFile
@@ -46,14 +52,14 @@ class PinnedRing:
         )  # compiles the loop, or fetches it from the cache, before the threads need it
 
     def parts(self, file: OpenFile, offset: int, target: Tensor) -> list[Part]:
-        """A stretch of a file in parts that fit a buffer; `target` is flat bytes."""
+        """As much of a file, from `offset` on, as `target` (flat uint8) takes, in parts that fit a buffer."""
         return [
             Part(file, offset + at, target[at : at + self.size]) for at in range(0, target.numel(), self.size)
         ]
 
     def copy(self, parts: Iterable[Part]) -> None:
-        """Copy all, to one device, and wait for it. Raises MachineError where a file ends early or cannot be
-        read, RuntimeError where CUDA fails.
+        """Copy all, to one device, after what the current stream still does there, and wait for it. Raises
+        MachineError where a file ends early or cannot be read, RuntimeError where CUDA fails.
         """
         job = _Job(list(parts))
         if not job.parts:
