@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from checkpoints import Checkpoint, make_small
 from forks import Forks
 
 #: a checkpoint with all there is (dense layer, two MoE layers, vision) in 3 MB
-TINY = {"experts": 4, "moe_intermediate": 256, "vt_layers": 1}
+TINY: dict[str, Any] = {"experts": 4, "moe_intermediate": 256, "vt_layers": 1}
 
 
 @pytest.fixture(scope="session")

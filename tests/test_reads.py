@@ -113,7 +113,7 @@ def test_every_byte_arrives(tmp_path: Path, files: dict[str, bytes], direct: boo
             wanted += [
                 Piece(name, begin, end - begin) for begin, end in zip(cuts[::2], cuts[1::2], strict=True)
             ]
-        random.shuffle(wanted)  # type: ignore[arg-type]
+        random.shuffle(wanted)
         wanted = [Piece(*piece) for piece in wanted]
         assert read(reader, wanted) == [files[file][offset : offset + size] for file, offset, size in wanted]
 
@@ -167,7 +167,7 @@ def test_direct_reads_that_do_not_work_are_done_the_ordinary_way(
 ) -> None:
     """Some file systems open a file for direct reads and then refuse them."""
     whole, refused = os.preadv, []
-    opened = {}
+    opened: dict[Path, int] = {}
     monkeypatch.setattr(
         marlin_convert.reads, "open_direct", lambda path, flags: opened.setdefault(path, os.open(path, flags))
     )

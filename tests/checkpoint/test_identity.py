@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from marlin_convert.checkpoint.identity import SourceIdentity, identify, identit
 from marlin_convert.checkpoint.source import open_source
 from marlin_convert.errors import SourceError
 
-TINY = {"experts": 2, "moe_intermediate": 64, "layers": 2, "vt_layers": 1, "hidden": 128}
+TINY: dict[str, Any] = {"experts": 2, "moe_intermediate": 64, "layers": 2, "vt_layers": 1, "hidden": 128}
 
 
 @pytest.fixture(scope="module")

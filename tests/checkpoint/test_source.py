@@ -16,7 +16,7 @@ from checkpoints import Checkpoint, expected_tensor, make_small
 from marlin_convert.checkpoint.source import INDEX_NAME, open_source, parse_index, weight_files
 from marlin_convert.errors import SourceError, UsageError
 
-TINY = {"experts": 2, "moe_intermediate": 64, "layers": 2, "vt_layers": 1, "hidden": 128}
+TINY: dict[str, Any] = {"experts": 2, "moe_intermediate": 64, "layers": 2, "vt_layers": 1, "hidden": 128}
 
 
 @pytest.fixture(scope="module")

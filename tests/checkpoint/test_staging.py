@@ -48,15 +48,14 @@ class Store:
 def stager(
     store: Store, needed: dict[str, str], folder: Path, look_ahead: int = 2, progress: Any = None
 ) -> Stager:
-    # the store is a stand-in with the few methods that are used
     return Stager(
-        store,
+        store,  # type: ignore[arg-type]  # a stand-in with the few methods that are used
         {unit: tuple(files) for unit, files in needed.items()},
         folder / "staging",
         True,
         look_ahead,
         progress,
-    )  # type: ignore[arg-type]
+    )
 
 
 def until(true: Callable[[], bool]) -> None:

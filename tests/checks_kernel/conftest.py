@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from checkpoints import Checkpoint, make_small
 
 #: as narrow as the kernel allows at tp 4; one MoE layer, number 1
-DIMS = {
+DIMS: dict[str, Any] = {
     "hidden": 128,
     "intermediate": 128,
     "experts": 4,

@@ -341,7 +341,16 @@ def test_a_report_that_cannot_be_written_is_found_before_the_work(
 
 def test_nowhere_to_write_the_output_to(tiny: Checkpoint, tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
-        line = [sys.executable, "-m", "marlin_convert", "plan", tiny.folder, tmp_path / "out", "--tp", "2"]
+        line = [
+            sys.executable,
+            "-m",
+            "marlin_convert",
+            "plan",
+            str(tiny.folder),
+            str(tmp_path / "out"),
+            "--tp",
+            "2",
+        ]
         done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 4
     assert "No space left on device" in done.stderr

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import resource
 import stat
 import subprocess
 import sys
@@ -17,7 +19,8 @@ import pytest
 import torch
 
 from marlin_convert import doctor
-from marlin_convert.doctor import Answer, Torch, advice, examine
+from marlin_convert.doctor import Answer, examine
+from marlin_convert.gpu import Torch, advice, installed
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "schemas" / "doctor.schema.json").read_text())
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -82,7 +85,7 @@ def test_no_direct_io(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_few_open_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (256, 4096))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 4096))
     found = examine(tmp_path)
     assert not found.conversion.ok
     assert "ulimit -n 512" in found.conversion.reason
@@ -90,8 +93,7 @@ def test_few_open_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 
 def test_a_missing_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    real = doctor.installed
-    monkeypatch.setattr(doctor, "installed", lambda module: module != "xxhash" and real(module))
+    monkeypatch.setattr(doctor, "installed", lambda module: module != "xxhash" and installed(module))
     found = examine(tmp_path)
     for answer in (found.conversion, found.verification, found.kernel):
         assert not answer.ok
@@ -102,9 +104,9 @@ def test_no_place_for_compiled_code(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     fake = types.SimpleNamespace(
         pack_words=types.SimpleNamespace(stats=types.SimpleNamespace(cache_path=None))
     )
-    real = doctor.importlib.import_module
+    real = importlib.import_module
     monkeypatch.setattr(
-        doctor.importlib,
+        importlib,
         "import_module",
         lambda name: fake if name == "marlin_convert.layout.words" else real(name),
     )

@@ -81,7 +81,7 @@ Start = Callable[[LateDriver], Cuda]
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     def started(driver: LateDriver) -> Cuda:
         cuda = Cuda(driver)
-        monkeypatch.setattr(ring_module.torch, "cuda", cuda)
+        monkeypatch.setattr(torch, "cuda", cuda)
         monkeypatch.setattr(ring_module, "functions", lambda: driver.functions)
         monkeypatch.setattr(ring_module, "_pinned", lambda size: torch.empty(size, dtype=torch.uint8))
         return cuda

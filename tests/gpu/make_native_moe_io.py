@@ -92,8 +92,7 @@ def main() -> None:
         for end in ("weight_packed", "weight_scale"):
             name = f"{prefix}{expert}.{projection}.{end}"
             if files[name] not in handles:
-                # safetensors does not type safe_open
-                handles[files[name]] = safe_open(arguments.source / files[name], "pt")  # type: ignore[no-untyped-call]
+                handles[files[name]] = safe_open(arguments.source / files[name], "pt")
             found.append(handles[files[name]].get_tensor(name).to(arguments.device))
         return dequantize(*found)
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numba
 import numpy as np
@@ -72,6 +73,6 @@ def test_other_errors_than_the_caches_are_not_hidden(monkeypatch: pytest.MonkeyP
 
 
 def test_a_compiled_function_gives_the_lock_back() -> None:
-    function = jit(lambda n: n + np.uint64(1))
-    assert function.targetoptions["nogil"] is True  # type: ignore[attr-defined]
+    function: Any = jit(lambda n: n + np.uint64(1))
+    assert function.targetoptions["nogil"] is True
     assert function(np.uint64(1)) == 2

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,19 @@ from marlin_convert.layout.rows import Rows
 
 LAYOUT = MarlinU4B8()
 EXPERTS = 2
+
+
+def spy(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str, see: Callable[[tuple[Any, ...]], object]
+) -> None:
+    """Show the arguments of a function's calls to `see` first."""
+    function = getattr(module, name)
+
+    def called(*args: Any) -> Any:
+        see(args)
+        return function(*args)
+
+    monkeypatch.setattr(module, name, called)
 
 
 def batch(shape: ExpertShape, *, shift: int = 0, apart: bool = False) -> list[Slice]:
@@ -140,12 +155,9 @@ def test_which_go_in_one_call(
     word_table: bool,
     scale_table: bool,
 ) -> None:
-    called = []
-    for module, name in ((words, "pack_table"), (scales, "pack_scale_table")):
-        function = getattr(module, name)
-        monkeypatch.setattr(
-            module, name, lambda *args, name=name, function=function: called.append(name) or function(*args)
-        )
+    called: list[str] = []
+    spy(monkeypatch, words, "pack_table", lambda args: called.append("pack_table"))
+    spy(monkeypatch, scales, "pack_scale_table", lambda args: called.append("pack_scale_table"))
     LAYOUT.moves(shape, batch(shape, **options)).pack()
     assert called == ["pack_table"] * word_table + ["pack_scale_table"] * scale_table
 
@@ -230,10 +242,7 @@ def test_parts_of_slices(
     LAYOUT.moves(shape, whole).pack()
     monkeypatch.setattr("marlin_convert.layout.moves.SPAN", span)
     for module, name in ((words, "pack_table"), (scales, "pack_scale_table")):
-        function = getattr(module, name)
-        monkeypatch.setattr(
-            module, name, lambda *args, function=function: tables.append(args[2]) or function(*args)
-        )
+        spy(monkeypatch, module, name, lambda args: tables.append(args[2]))
     assert LAYOUT.moves(shape, parts).pack(check=True) is None
     for one, other in zip(whole, parts, strict=True):
         np.testing.assert_array_equal(one.words.array(), other.words.array())

@@ -30,16 +30,17 @@ NUMPY = {"BF16": "<u2", "F32": "<f4", "I32": "<i4", "U8": "u1"}
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    dims = {
-        "hidden": 128,
-        "experts": 4,
-        "moe_intermediate": 128,
-        "layers": 2,
-        "intermediate": 128,
-        "vocab": 128,
-        "vt_layers": 1,
-    }
-    return make_small(tmp_path_factory.mktemp("one") / "checkpoint", order="shuffled", **dims)
+    return make_small(
+        tmp_path_factory.mktemp("one") / "checkpoint",
+        order="shuffled",
+        hidden=128,
+        experts=4,
+        moe_intermediate=128,
+        layers=2,
+        intermediate=128,
+        vocab=128,
+        vt_layers=1,
+    )
 
 
 def stored(path: Path) -> dict[str, NDArray[Any]]:

@@ -39,11 +39,19 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     if problem := _missing():
         pytest.skip(problem)
     build = tmp_path_factory.mktemp("native")
-    configure = ["cmake", "-S", HERE, "-B", build, "-DMARLIN_SANITIZE=ON", "-DCMAKE_BUILD_TYPE=Debug"]
+    configure = [
+        "cmake",
+        "-S",
+        str(HERE),
+        "-B",
+        str(build),
+        "-DMARLIN_SANITIZE=ON",
+        "-DCMAKE_BUILD_TYPE=Debug",
+    ]
     # Line tables are all that a sanitizer's report needs.
     for command in (
         [*configure, "-DCMAKE_CXX_FLAGS_DEBUG=-O0 -g1"],
-        ["cmake", "--build", build, "--parallel", "2"],
+        ["cmake", "--build", str(build), "--parallel", "2"],
     ):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr

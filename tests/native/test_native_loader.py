@@ -201,7 +201,7 @@ LENGTHS = {
 def test_hostile_headers(programs: Programs, tmp_path: Path) -> None:
     good = plain_file(tmp_path / "good", _tensors())
     files = [good]
-    expected = [None]
+    expected: list[str | None] = [None]
     for number, (header, message) in enumerate(HOSTILE.values()):
         files.append(plain_file(tmp_path / f"header-{number}", header))
         expected.append(message)
@@ -214,12 +214,12 @@ def test_hostile_headers(programs: Programs, tmp_path: Path) -> None:
         expected.append("too short")
     result = programs("dump_views", "--files", *files)
     assert result.returncode == 0, result.stderr
-    for file, message, line in zip(files, expected, lines(result), strict=True):
-        if message is None:
+    for file, says, line in zip(files, expected, lines(result), strict=True):
+        if says is None:
             assert line.startswith("ok"), line
         else:
             assert line.startswith(f"{file}: "), line
-            assert message in line
+            assert says in line
             assert line.isascii()
             assert line.isprintable()
 
@@ -269,7 +269,7 @@ def _shard_entry(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_manifest(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    return lambda out: edit_manifest(out, lambda manifest: (change(manifest), None)[1])
+    return lambda out: edit_manifest(out, change)
 
 
 def _truncate(size: int) -> Callable[[Path], None]:
@@ -293,7 +293,7 @@ def _first_tensor(manifest: dict[str, Any], **change: Any) -> None:
     _shard_entry(manifest)["tensors"][0].update(change)
 
 
-DAMAGED: dict[str, tuple[Callable[[Path], None], str, str]] = {
+DAMAGED: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "truncated by a page": (_truncate(-4096), SHARD, "truncated"),
     "truncated by a byte": (_truncate(-1), SHARD, "truncated"),
     "truncated to nothing": (lambda out: os.truncate(out / SHARD, 0), SHARD, "truncated"),

@@ -29,9 +29,9 @@ def test_expected_outputs(outputs: Callable[..., Path], tmp_path: Path, tp: int,
     io = tmp_path / "io.safetensors"
     command = [
         sys.executable,
-        SCRIPT,
-        out.parent / "source-0",
-        io,
+        str(SCRIPT),
+        str(out.parent / "source-0"),
+        str(io),
         *options,
         "--tokens",
         "1,9",
@@ -39,15 +39,15 @@ def test_expected_outputs(outputs: Callable[..., Path], tmp_path: Path, tp: int,
         "cpu",
     ]
     subprocess.run(command, check=True)
-    with safe_open(io, "pt") as file:  # type: ignore[no-untyped-call]
+    with safe_open(io, "pt") as file:
         assert file.metadata() == {key: str(value) for key, value in arguments.items()}
     case = load_file(io)
     layer = load_file(out / f"rank-{rank:02}-of-{tp:02}" / "layer-001.safetensors")
-    stacked = [
+    w13, w13_scale, w2, w2_scale = (
         layer[EXPERTS + name]
         for name in ("w13_weight_packed", "w13_weight_scale", "w2_weight_packed", "w2_weight_scale")
-    ]
-    count = stacked[0].shape[0]
+    )
+    count = w13.shape[0]
     first = rank // (tp // ep) * count
     for tokens in (1, 9):
         x, ids, weights, expected = (
@@ -57,7 +57,10 @@ def test_expected_outputs(outputs: Callable[..., Path], tmp_path: Path, tp: int,
         found = fused_moe(
             ReferenceProvider(),
             x,
-            *stacked,
+            w13,
+            w13_scale,
+            w2,
+            w2_scale,
             weights,
             ids,
             expert_map=contiguous_expert_map(16, first, first + count),

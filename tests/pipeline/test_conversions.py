@@ -506,9 +506,7 @@ def test_records_hold_what_the_manifest_merges(
     from marlin_convert.pipeline.records import WorkFolder
 
     kept = tmp_path / "kept"
-    monkeypatch.setattr(
-        WorkFolder, "remove", lambda self: shutil.copytree(self.folder, kept) and shutil.rmtree(self.folder)
-    )
+    monkeypatch.setattr(WorkFolder, "remove", lambda self: shutil.move(self.folder, kept))
     out = tmp_path / "out"
     converted(make(), out, 2)
     assert sorted(path.name for path in (kept / "units").iterdir()) == [

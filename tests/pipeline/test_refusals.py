@@ -26,6 +26,12 @@ def shards_of(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
+def in_place_of_second(folder: Path) -> Path:
+    """Where the second weight file was."""
+    (folder / SECOND).unlink()
+    return folder / SECOND
+
+
 def edit_header(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Write a file's header anew, longer or shorter as it comes."""
     data = path.read_bytes()
@@ -193,9 +199,9 @@ SOURCES: dict[str, tuple[Callable[[Path], object], str]] = {
     "8 bit": (quantization(num_bits=8), "num_bits is 8"),
     "act-order": (quantization(actorder="group"), "actorder is 'group'"),
     "asymmetric": (quantization(symmetric=False), "symmetric is False"),
-    "not a file": (lambda f: (shards_of(f)[1].unlink(), (f / SECOND).mkdir()), "model-00002-of-000006"),
+    "not a file": (lambda f: in_place_of_second(f).mkdir(), "model-00002-of-000006"),
     "dangling link": (
-        lambda f: (shards_of(f)[1].unlink(), (f / SECOND).symlink_to("nowhere")),
+        lambda f: in_place_of_second(f).symlink_to("nowhere"),
         "model-00002-of-000006",
     ),
 }

@@ -258,7 +258,8 @@ def test_mutated_manifests(data: st.DataObject, count: int) -> None:
             n for shard in manifest.shards for t in shard.tensors for n in (t.offset, t.size, *t.shape)
         ]
         assert all(type(n) is int for n in numbers)
-        assert all(type(shard.path) is str for shard in (*manifest.shards, *manifest.files))
+        listed = [shard.path for shard in manifest.shards] + [file.path for file in manifest.files]
+        assert all(type(path) is str for path in listed)
         return
     assert said.startswith("out/manifest.json: ")
 

@@ -25,14 +25,14 @@ def with_header(file: Path, header: bytes) -> None:
     file.write_bytes(raw[:8] + header.ljust(length) + raw[8 + length :])
 
 
-def edit_header(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def edit_header(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change a shard's header."""
     document = header_of(file)
     change(document)
     with_header(file, json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode())
 
 
-def edit_manifest(out: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def edit_manifest(out: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change the manifest, not its digest: only a reader that was asked to checks that."""
     file = out / "manifest.json"
     document = json.loads(file.read_bytes())

@@ -113,5 +113,5 @@ def published_weights(ct: Tensor, scale_ct: Tensor, num_bits: int = 4) -> Tensor
         -2
     )
     group_size = codes.shape[1] // scale_ct.shape[1]
-    signed = (codes - 2 ** (num_bits - 1)).to(scale_ct.dtype)
+    signed: Tensor = (codes - 2 ** (num_bits - 1)).to(scale_ct.dtype)
     return (signed * scale_ct.repeat_interleave(group_size, dim=1)).t()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections import Counter, defaultdict
+from collections.abc import Callable
 
 from marlin_convert.engines.copy_loop import Functions, address_of
 
@@ -26,13 +27,14 @@ class LateDriver:
         self.recorded: dict[int, tuple[int, int]] = {}
         self.buffers: dict[int, list[int]] = defaultdict(list)
         self.calls, self.fails, self.most = Counter[str](), fails, most
-        kinds = [
-            ctypes.CFUNCTYPE(result, *[WORD] * n)
-            for result, n in ((WORD, 4), (ctypes.c_int, 4), (ctypes.c_int, 2), (ctypes.c_int, 1))
+        calls: list[tuple[Callable[..., int], type[ctypes._SimpleCData[int]], int]] = [
+            (self._read, WORD, 4),
+            (self._copy, ctypes.c_int, 4),
+            (self._record, ctypes.c_int, 2),
+            (self._wait, ctypes.c_int, 1),
         ]
         self._kept = [
-            kind(function)
-            for kind, function in zip(kinds, (self._read, self._copy, self._record, self._wait), strict=True)
+            ctypes.CFUNCTYPE(result, *[WORD] * count)(function) for function, result, count in calls
         ]
         self.functions = Functions(*(address_of(function) for function in self._kept))
 

@@ -103,9 +103,12 @@ def _change_published(change: Callable[[NDArray[np.uint8]], NDArray[np.uint8]]) 
     return spoil
 
 
+def _swap_nibbles(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    return ((data >> 4) | (data << 4)).astype(np.uint8)
+
+
 def _reverse_words(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    swapped = (data >> 4) | (data << 4)
-    return swapped.reshape(data.shape[0], -1, 4)[:, :, ::-1].reshape(data.shape)
+    return _swap_nibbles(data).reshape(data.shape[0], -1, 4)[:, :, ::-1].reshape(data.shape)
 
 
 def _shift_experts(stacks: _Stacks) -> None:
@@ -135,10 +138,7 @@ MISTAKES: dict[str, tuple[Callable[[_Stacks], None], str]] = {
     ),
     "another rank's slice": (_other_slice, "it is the slice of rank {other_rank}"),
     "missing -8": (_no_offset, "the codes lack the offset of 8"),
-    "nibbles swapped": (
-        _change_published(lambda data: (data >> 4) | (data << 4)),
-        "the two nibbles of each byte are swapped",
-    ),
+    "nibbles swapped": (_change_published(_swap_nibbles), "the two nibbles of each byte are swapped"),
     "nibbles reversed": (_change_published(_reverse_words), "the nibbles of each word are in reverse order"),
     "experts shifted by one": (_shift_experts, "it is expert {next_expert}"),
     "one nibble": (_one_nibble, ""),
@@ -180,8 +180,8 @@ def plant(out: Path, mistake: str, layer: int, rank: int, expert: int, matrix: s
     )
     if (before[0] == words[index]).all() and (before[1] == scales[index]).all():
         raise ValueError(f"{mistake} changes nothing here")
-    for view in (words, scales):
-        view.flush()  # type: ignore[attr-defined]
+    words.flush()
+    scales.flush()
     return Planted(
         mistake,
         layer,
@@ -195,7 +195,9 @@ def plant(out: Path, mistake: str, layer: int, rank: int, expert: int, matrix: s
     )
 
 
-def _open(out: Path, document: dict[str, Any], layer: int, rank: int, matrix: str) -> tuple[Words, Bits]:
+def _open(
+    out: Path, document: dict[str, Any], layer: int, rank: int, matrix: str
+) -> tuple[np.memmap[Any, np.dtype[np.int32]], np.memmap[Any, np.dtype[np.uint16]]]:
     """Writable views of a rank's stacked words and scales of `matrix`."""
     shard = next(s for s in document["shards"] if s["rank"] == rank and s["unit"] == f"layer-{layer:03d}")
     views: list[Any] = []

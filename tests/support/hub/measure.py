@@ -132,7 +132,7 @@ def main() -> None:
     what = {"kills": kills, "disk": disk, "link": link}[sys.argv[1]]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        size = (
+        size: dict[str, Any] = (
             {"experts": 16, "layers": 6}
             if what is kills
             else {"experts": 64, "moe_intermediate": 1024, "layers": 14}
