@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -12,8 +11,10 @@ import numpy as np
 import pytest
 
 from checkpoints import Checkpoint, make_layers, make_small
-from marlin_convert.checkpoint.identity import SourceIdentity, identify, identity_from_json, stamps
+from marlin_convert.checkpoint.identity import identify, stamps
 from marlin_convert.checkpoint.source import open_source
+from marlin_convert.documents.codec import read, write
+from marlin_convert.documents.identity import SourceIdentity
 from marlin_convert.errors import SourceError
 
 TINY: dict[str, Any] = {"experts": 2, "moe_intermediate": 64, "layers": 2, "vt_layers": 1, "hidden": 128}
@@ -55,7 +56,7 @@ def test_a_copy_is_the_same_source(made: Checkpoint, folder: Path) -> None:
 
 def test_through_json_and_back(made: Checkpoint) -> None:
     mine = identity(made.folder)
-    back = identity_from_json(json.loads(json.dumps(mine.as_json())))
+    back = read(write(mine), SourceIdentity, "the identity of the source")
     assert back == mine
     assert back.id == mine.id
 

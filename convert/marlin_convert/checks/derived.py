@@ -11,11 +11,9 @@ from typing import Any
 from marlin_convert.checks.kept_source import KeptSource
 from marlin_convert.checks.origins import expected_origin, fused_pairs
 from marlin_convert.checks.report import Finding, Report
+from marlin_convert.documents.manifest import FusedTensor, Manifest, Padding, Shard, StoredTensor
 from marlin_convert.layout.moe import LAYOUTS
 from marlin_convert.shards.format import is_filler
-from marlin_convert.shards.manifest import FusedTensor, Manifest, Shard, StoredTensor
-
-CHECKS = ("none", "exact", "kernel")
 
 
 def check_manifest(manifest: Manifest, kept: KeptSource, report: Report) -> set[str]:
@@ -38,7 +36,7 @@ def check_manifest(manifest: Manifest, kept: KeptSource, report: Report) -> set[
 
 
 def _wrong_facts(manifest: Manifest, kept: KeptSource) -> Iterator[str]:
-    document, model = manifest.document, kept.model
+    model = kept.model
     expected: dict[str, dict[str, Any]] = {
         "source": {
             "tensors": len(kept.entries),
@@ -52,9 +50,7 @@ def _wrong_facts(manifest: Manifest, kept: KeptSource) -> Iterator[str]:
     if layout is not None:
         shape = model.expert_shape(manifest.tp // manifest.ep)
         padded = layout.padded(shape)
-        expected["parallel"]["padding"] = (
-            None if padded == shape.local else {"moe_intermediate": shape.local, "padded": padded}
-        )
+        expected["parallel"]["padding"] = None if padded == shape.local else Padding(shape.local, padded)
         name, number = layout.b_q_type
         expected["layout"] |= {
             "num_bits": layout.num_bits,
@@ -64,7 +60,7 @@ def _wrong_facts(manifest: Manifest, kept: KeptSource) -> Iterator[str]:
         }
     for section, values in expected.items():
         for key, value in values.items():
-            if (given := document[section].get(key, "missing")) != value:
+            if (given := getattr(getattr(manifest, section), key)) != value:
                 yield f"{section}.{key} {given}, it must be {value}"
     constants = model_constants(model.text)
     for key in sorted(constants.keys() | manifest.model.keys()):
@@ -73,8 +69,6 @@ def _wrong_facts(manifest: Manifest, kept: KeptSource) -> Iterator[str]:
                 f"model.{key} {manifest.model.get(key)}, by the source's config.json it is"
                 f" {constants.get(key)}"
             )
-    if manifest.checks not in CHECKS:
-        yield f"checks {manifest.checks}, which is none of {', '.join(CHECKS)}"
     layers = tuple(sorted(unit.layer for unit in manifest.units if unit.layer is not None))
     if manifest.layers != layers:
         yield f"layers {list(manifest.layers)}, but its units are of the layers {list(layers)}"

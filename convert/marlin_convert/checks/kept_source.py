@@ -14,10 +14,9 @@ from typing import Any
 
 from marlin_convert.checkpoint.config import ModelConfig, parse_config
 from marlin_convert.checkpoint.header import Header, TensorEntry, parse_header
-from marlin_convert.checkpoint.identity import identity_from_json
+from marlin_convert.documents.manifest import Manifest
 from marlin_convert.errors import ConvertError, OutputError
 from marlin_convert.files import digest
-from marlin_convert.shards.manifest import Manifest
 
 ZEROS = bytes(16)
 
@@ -62,11 +61,10 @@ def sound_bytes(out: Path, manifest: Manifest, name: str) -> bytes:
 def read_kept_source(out: Path, manifest: Manifest) -> KeptSource:
     """Read source/. Raises OutputError where it is not whole or not of one piece with the manifest."""
     try:
-        identity_from_json(manifest.document["source"])  # whoever looks at it later finds it well-formed
         headers = []
-        for file in manifest.document["source"]["files"]:
-            raw = gzip.decompress((out / "source" / "headers" / f"{file['name']}.gz").read_bytes())
-            headers.append(parse_header(file["name"], file["size"], raw))
+        for file in manifest.source.files:
+            raw = gzip.decompress((out / "source" / "headers" / f"{file.name}.gz").read_bytes())
+            headers.append(parse_header(file.name, file.size, raw))
         config_bytes = (out / "source" / "config.json").read_bytes()
         config = json.loads(config_bytes)
         blob = (out / "source" / "digests.bin").read_bytes()

@@ -7,7 +7,7 @@ the checks compare it with this, and import nothing from planning.
 
 from __future__ import annotations
 
-from marlin_convert.shards.manifest import Origin
+from marlin_convert.documents.manifest import Origin
 
 _COLUMN = ("self_attn.q_b_proj.weight", "self_attn.kv_b_proj.weight", "gate_proj.weight", "up_proj.weight")
 _ROW = ("self_attn.o_proj.weight", "down_proj.weight")

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import xxhash
 
 from marlin_convert.checks.report import Finding, Report
+from marlin_convert.documents.manifest import Origin, Shard, StoredTensor
 from marlin_convert.reads import Piece, PieceReader, plan_reads
-from marlin_convert.shards.manifest import Origin, Shard, StoredTensor
 
 Bytes = npt.NDArray[np.uint8]
 #: bytes of one rank's rows read at a time

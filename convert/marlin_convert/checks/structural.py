@@ -13,16 +13,22 @@ import xxhash
 
 from marlin_convert.checkpoint.config import rewritten
 from marlin_convert.checkpoint.header import Header
-from marlin_convert.checkpoint.identity import identity_from_json
 from marlin_convert.checkpoint.source import INDEX_NAME, Source
 from marlin_convert.checkpoint.store import header_of
 from marlin_convert.checks.kept_source import ZEROS, KeptSource
 from marlin_convert.checks.origins import expected_origin
 from marlin_convert.checks.report import Finding, Report
-from marlin_convert.errors import SourceError
+from marlin_convert.documents.codec import read, seal_holds, typed
+from marlin_convert.documents.engine_files import (
+    Index,
+    IndexMetadata,
+    QuantizationConfig,
+    quantization_config,
+)
+from marlin_convert.documents.manifest import Manifest, Shard
+from marlin_convert.errors import OutputError, SourceError
 from marlin_convert.files import PAGE, digest, file_digest
 from marlin_convert.shards.format import is_filler
-from marlin_convert.shards.manifest import Manifest, Shard, quantization_config, seal_holds
 
 UNLISTED = frozenset({"manifest.json", "provenance.json"})
 
@@ -62,8 +68,7 @@ def check_listed_files(out: Path, manifest: Manifest, report: Report) -> None:
 def check_documents(manifest: Manifest, kept: KeptSource, out: Path, report: Report) -> None:
     """config.json, source id, indexes, origins: derived again and compared."""
     own = {file.path: file for file in manifest.files}
-    source = manifest.document["source"]
-    identity = identity_from_json(source)
+    identity = manifest.source.identity
     if identity.id != manifest.source_id or identity.config != xxhash.xxh3_128_hexdigest(kept.config_bytes):
         report.add(
             Finding("manifest.json", "source.id or source.config is not what the listed source files give")
@@ -73,15 +78,7 @@ def check_documents(manifest: Manifest, kept: KeptSource, out: Path, report: Rep
             report.add(
                 Finding(f"source/headers/{header.file}.gz", "is not the header whose digest the manifest has")
             )
-    layout = manifest.document["layout"]
-    replacement = quantization_config(
-        layout["id"], layout["num_bits"], layout["group_size"], layout["symmetric"]
-    )
-    try:
-        config = json.loads((out / "config.json").read_bytes())
-    except (OSError, ValueError):
-        config = None
-    if "config.json" not in own or config != rewritten(kept.config, kept.model.quantization, replacement):
+    if "config.json" not in own or not _is_rewritten(out / "config.json", manifest, kept):
         report.add(Finding("config.json", "is not the source's with the quantization_config of this format"))
     for unit in manifest.units:
         for origin in unit.tensors:
@@ -99,19 +96,32 @@ def check_documents(manifest: Manifest, kept: KeptSource, out: Path, report: Rep
         )
 
 
+def _is_rewritten(path: Path, manifest: Manifest, kept: KeptSource) -> bool:
+    """Whether a config.json is the source's but for the quantization_config, which has the values that the
+    format demands, and may have more keys.
+    """
+    layout, quantization = manifest.layout, kept.model.quantization
+    try:
+        config = json.loads(path.read_bytes())
+        section = config[quantization.found_at] if quantization.found_at else config
+        own = section["quantization_config"]
+        values = typed(own, QuantizationConfig, "config.json")
+    except (OSError, ValueError, KeyError, TypeError, OutputError):
+        return False
+    return config == rewritten(kept.config, quantization, own) and values == quantization_config(
+        layout.id, layout.num_bits, layout.group_size, layout.symmetric
+    )
+
+
 def _check_index(out: Path, folder: str, shards: list[Shard], report: Report) -> None:
     stored = {
         tensor.name: shard for shard in shards for tensor in shard.tensors if not is_filler(tensor.name)
     }
-    expected = {
-        "metadata": {
-            "total_size": sum(t.size for shard in shards for t in shard.tensors if not is_filler(t.name))
-        },
-        "weight_map": {name: shard.path.split("/")[1] for name, shard in stored.items()},
-    }
+    size = sum(t.size for shard in shards for t in shard.tensors if not is_filler(t.name))
+    expected = Index(IndexMetadata(size), {name: shard.path.split("/")[1] for name, shard in stored.items()})
     try:
-        index = json.loads((out / folder / INDEX_NAME).read_bytes())
-    except (OSError, ValueError):
+        index = read((out / folder / INDEX_NAME).read_bytes(), Index, INDEX_NAME)
+    except (OSError, OutputError):
         index = None
     if index != expected:
         report.add(Finding(f"{folder}/{INDEX_NAME}", "is not the index of the shards beside it"))

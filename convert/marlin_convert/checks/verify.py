@@ -13,7 +13,7 @@ import numpy.typing as npt
 import xxhash
 
 from marlin_convert.checkpoint.header import TensorEntry
-from marlin_convert.checkpoint.identity import identify, identity_from_json
+from marlin_convert.checkpoint.identity import identify
 from marlin_convert.checkpoint.source import Source, open_source
 from marlin_convert.checks.derived import check_manifest
 from marlin_convert.checks.experts import ExpertCheck
@@ -28,12 +28,12 @@ from marlin_convert.checks.structural import (
     check_shard,
     check_small_files,
 )
+from marlin_convert.documents.manifest import Manifest, Origin, Shard, Unit, read_manifest
 from marlin_convert.errors import OutputError, SourceError, UsageError
 from marlin_convert.files import digest, machine_errors
 from marlin_convert.layout.moe import LAYOUTS
 from marlin_convert.reads import PieceReader
 from marlin_convert.shards.format import is_filler
-from marlin_convert.shards.manifest import Manifest, Origin, Shard, UnitInfo, read_manifest
 
 Progress = Callable[[int, int], None]
 REMAKE = "to mend it make it again: convert with --overwrite"
@@ -79,9 +79,7 @@ def verify(
 
 def _open_same(source: str, manifest: Manifest) -> Source:
     opened = open_source(source)
-    if (
-        difference := identity_from_json(manifest.document["source"]).difference(identify(opened))
-    ) is not None:
+    if (difference := manifest.source.identity.difference(identify(opened))) is not None:
         raise SourceError(f"{source} is not what this output was made from: {difference}")
     return opened
 
@@ -137,7 +135,7 @@ class _Data:
             for shard in shards:
                 yield partial(self._check_fillers, shard, unit.layer)
 
-    def _plain_tasks(self, unit: UnitInfo, shards: list[Shard]) -> Iterator[Callable[[], None]]:
+    def _plain_tasks(self, unit: Unit, shards: list[Shard]) -> Iterator[Callable[[], None]]:
         for origin in unit.tensors:
             if origin.rule == "experts":
                 continue
@@ -171,7 +169,7 @@ class _Data:
             self._report,
         )
 
-    def _expert_tasks(self, unit: UnitInfo, shards: list[Shard]) -> Iterator[Callable[[], None]]:
+    def _expert_tasks(self, unit: Unit, shards: list[Shard]) -> Iterator[Callable[[], None]]:
         stacked = [origin.tensor for origin in unit.tensors if origin.rule == "experts"]
         if not stacked or unit.layer is None:
             return

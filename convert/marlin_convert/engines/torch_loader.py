@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from marlin_convert.documents.manifest import FusedTensor, Shard, StoredTensor
 from marlin_convert.errors import MachineError, UsageError
 from marlin_convert.extras import require
 from marlin_convert.files import PAGE
 from marlin_convert.page_cache import can_tell, resident_pages
 from marlin_convert.reads import OpenFile
 from marlin_convert.shards.format import is_filler
-from marlin_convert.shards.manifest import FusedTensor, Shard, StoredTensor
 from marlin_convert.shards.reader import Shards, open_shards
 
 if TYPE_CHECKING:

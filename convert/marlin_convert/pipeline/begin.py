@@ -9,9 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from marlin_convert.checkpoint.identity import SourceIdentity, identity_from_json
+import msgspec
+
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.checks.kept_source import ZEROS, digests_by_tensor
+from marlin_convert.documents.codec import typed
+from marlin_convert.documents.identity import SourceIdentity
+from marlin_convert.documents.manifest import Manifest
 from marlin_convert.errors import MachineError, SourceError, UsageError
 from marlin_convert.files import existing
 from marlin_convert.pipeline.records import WORK, WorkFolder
@@ -19,7 +23,6 @@ from marlin_convert.planning.output import OutputPlan
 from marlin_convert.planning.rules import rules_digest
 from marlin_convert.shards.finished import FinishedUnit
 from marlin_convert.shards.format import FORMAT_VERSION
-from marlin_convert.shards.manifest import Manifest
 
 #: what is proven while converting, each more than the one before
 CHECKS = ("none", "exact", "kernel")
@@ -83,10 +86,11 @@ def begin_or_continue(
     """
     job = work.job()
     if job is None:
-        work.begin({"options": options, "identity": identity.as_json(), "stamps": dict(stamps)})
+        work.begin({"options": options, "identity": msgspec.to_builtins(identity), "stamps": dict(stamps)})
         return
     compare_options(work.out, job["options"], options)
-    if (difference := identity_from_json(job["identity"]).continued_by(identity)) is not None:
+    begun = typed(job["identity"], SourceIdentity, f"{work.folder / 'job.json'} is damaged")
+    if (difference := begun.continued_by(identity)) is not None:
         raise SourceError(
             f"{work.out} was begun from another source: {difference}; use another OUT, or --overwrite to"
             " start again"
@@ -94,7 +98,7 @@ def begin_or_continue(
     touched = [name for name, stamp in stamps.items() if job["stamps"].get(name) != stamp]
     known = (work.out / KEPT).exists()  # then the digest of every tensor is compared
     if touched and (known or not work.any_finished()):
-        work.begin({"options": options, "identity": identity.as_json(), "stamps": dict(stamps)})
+        work.begin({"options": options, "identity": msgspec.to_builtins(identity), "stamps": dict(stamps)})
     elif touched:
         raise SourceError(
             f"{touched[0]} was written again after {work.out} was begun, and a sample cannot prove that all"
@@ -128,9 +132,9 @@ def compare_options(out: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any
 def manifest_options(manifest: Manifest) -> dict[str, Any]:
     """The options of a finished conversion, as `job_options` has them."""
     return {
-        "format_version": manifest.document["format_version"],
+        "format_version": manifest.format_version,
         "layout": manifest.layout_id,
-        "rules": manifest.document["parallel"]["rules"],
+        "rules": manifest.parallel.rules,
         "tp": manifest.tp,
         "ep": manifest.ep,
         "ranks": list(manifest.ranks),
@@ -154,7 +158,7 @@ def compare_finished(
             f" {out}{flag}`"
         )
     compare_options(out, made, asked)
-    if (difference := identity_from_json(manifest.document["source"]).continued_by(identity)) is not None:
+    if (difference := manifest.source.identity.continued_by(identity)) is not None:
         raise SourceError(
             f"{out} was made from another source: {difference}; use another OUT, or --overwrite to start"
             " again"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from marlin_convert.checkpoint.identity import SourceIdentity
 from marlin_convert.checkpoint.source import Source
+from marlin_convert.documents.identity import SourceIdentity
+from marlin_convert.documents.manifest import ListedFile
 from marlin_convert.planning.output import OutputPlan
 
 #: what of the source's card stays true of a conversion
@@ -36,7 +36,7 @@ def model_card(
     identity: SourceIdentity,
     plan: OutputPlan,
     checks: str,
-    files: Sequence[Mapping[str, Any]],
+    files: Sequence[ListedFile],
 ) -> bytes:
     """The card. `files` are the documents beside the shards, as the manifest lists them."""
     unproven = " on purpose; it was not checked while converting: run `marlin-convert verify`."
@@ -129,9 +129,9 @@ def _sizes(source: Source, plan: OutputPlan) -> list[str]:
     return ["| | |", "|---|---:|", *(f"| {what} | {value} |" for what, value in rows)]
 
 
-def _digests(identity: SourceIdentity, files: Sequence[Mapping[str, Any]]) -> list[str]:
+def _digests(identity: SourceIdentity, files: Sequence[ListedFile]) -> list[str]:
     """Few enough to read; manifest.json has all of them."""
-    own = {str(file["path"]): str(file["digest"]) for file in files}
+    own = {file.path: file.digest for file in files}
     lines = [
         (
             f"Source id `{identity.id}`. xxh3-128 of the published `config.json`: `{identity.config}`; of"

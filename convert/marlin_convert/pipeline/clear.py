@@ -8,12 +8,12 @@ from pathlib import Path
 
 from marlin_convert.checkpoint.source import INDEX_NAME
 from marlin_convert.checks.kept_source import ZEROS, read_kept_source, sound_bytes
+from marlin_convert.documents.manifest import Manifest, Shard, Unit, read_manifest
 from marlin_convert.errors import OutputError, UsageError
 from marlin_convert.files import sync_folder
 from marlin_convert.pipeline.records import WORK, WorkFolder
 from marlin_convert.planning.output import OutputPlan
 from marlin_convert.shards.finished import FinishedFile, FinishedUnit
-from marlin_convert.shards.manifest import Manifest, Shard, UnitInfo, read_manifest
 from marlin_convert.shards.writer import PARTIAL
 
 #: what every conversion writes at the top, beside the small files it copies
@@ -119,7 +119,7 @@ def reopen(out: Path, plan: OutputPlan, manifest: Manifest, work: WorkFolder) ->
 
 
 def _record(
-    unit: UnitInfo, shards: list[Shard], digests: dict[str, bytes], blob: bytes, experts: int
+    unit: Unit, shards: list[Shard], digests: dict[str, bytes], blob: bytes, experts: int
 ) -> FinishedUnit:
     files = tuple(
         FinishedFile(shard.rank, shard.size, shard.header, {t.name: t.digest for t in shard.tensors})

@@ -12,8 +12,10 @@ from threading import Lock, Thread
 
 from marlin_convert.buffers import BufferPool
 from marlin_convert.checkpoint.hub_files import HubOptions
-from marlin_convert.checkpoint.identity import SourceIdentity, identify, stamps
+from marlin_convert.checkpoint.identity import identify, stamps
 from marlin_convert.checkpoint.source import Source, open_source
+from marlin_convert.documents.identity import SourceIdentity
+from marlin_convert.documents.manifest import read_manifest
 from marlin_convert.errors import SourceError, UsageError
 from marlin_convert.files import machine_errors
 from marlin_convert.pipeline.begin import (
@@ -40,7 +42,6 @@ from marlin_convert.planning.output import Options, OutputPlan, OutputUnit, plan
 from marlin_convert.planning.rules import expert_tensors
 from marlin_convert.reads import PieceReader
 from marlin_convert.shards.finished import FinishedUnit
-from marlin_convert.shards.manifest import read_manifest
 
 Progress = Callable[[int, int], None]
 

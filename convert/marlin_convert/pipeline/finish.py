@@ -14,18 +14,23 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from marlin_convert.checkpoint.config import rewritten
-from marlin_convert.checkpoint.identity import SourceIdentity
 from marlin_convert.checkpoint.source import INDEX_NAME, Source
+from marlin_convert.documents.codec import NO_DIGEST, sealed
+from marlin_convert.documents.engine_files import quantization_config
+from marlin_convert.documents.identity import SourceIdentity
+from marlin_convert.documents.manifest import ListedFile
+from marlin_convert.documents.provenance import Provenance, Stage
 from marlin_convert.files import digest, machine_errors, write_atomic, write_durably
 from marlin_convert.pipeline.card import model_card
 from marlin_convert.pipeline.manifest import build_manifest, digest_file, rank_index, source_digests
 from marlin_convert.pipeline.stages import Stages
 from marlin_convert.planning.output import OutputPlan, rank_folder
 from marlin_convert.shards.finished import FinishedUnit
-from marlin_convert.shards.manifest import quantization_config, sealed
+from marlin_convert.shards.format import FORMAT, FORMAT_VERSION
 
 #: small files of the source that are read at a time
 AT_A_TIME = 8
@@ -42,22 +47,22 @@ def finish_output(
 ) -> None:
     """Write everything beside the shards, then the manifest. All of it can be done again after a crash."""
     with machine_errors(f"writing the documents of {out}"):
-        digests, offsets = digest_file(plan, records)
-        documents = {"digests.bin": digests, "config.json": output_config(source, plan)}
+        documents = {"digests.bin": digest_file(plan, records), "config.json": output_config(source, plan)}
         documents |= _source_documents(source, records) | _indexes(plan)
         with ThreadPoolExecutor(AT_A_TIME) as workers:
             documents |= dict(
                 zip(source.auxiliary, workers.map(source.store.read, source.auxiliary), strict=True)
             )
-        files = [
-            {"path": path, "size": len(data), "digest": digest(data).hex()}
-            for path, data in documents.items()
-        ]
+        files = [_listed(path, data) for path, data in documents.items()]
         card = model_card(source, identity, plan, checks, files)
-        files.append({"path": "README.md", "size": len(card), "digest": digest(card).hex()})
-        manifest = build_manifest(source, identity, plan, records, offsets, files, checks)
+        files.append(_listed("README.md", card))
+        manifest = build_manifest(source, identity, plan, records, files, checks)
         write_durably(out, documents | {"README.md": card, "provenance.json": provenance(source, stages)})
         write_atomic(out / "manifest.json", manifest)
+
+
+def _listed(path: str, data: bytes) -> ListedFile:
+    return ListedFile(path, len(data), digest(data).hex())
 
 
 def output_config(source: Source, plan: OutputPlan) -> bytes:
@@ -67,7 +72,9 @@ def output_config(source: Source, plan: OutputPlan) -> bytes:
     )
     return (
         json.dumps(
-            rewritten(source.config, source.model.quantization, replacement), indent=2, ensure_ascii=False
+            rewritten(source.config, source.model.quantization, msgspec.to_builtins(replacement)),
+            indent=2,
+            ensure_ascii=False,
         ).encode()
         + b"\n"
     )
@@ -101,22 +108,25 @@ def provenance(source: Source, stages: Stages) -> bytes:
         own = version("marlin-convert")
     except PackageNotFoundError:
         own = "unknown"
-    document: dict[str, Any] = {
-        "tool": f"marlin-convert {own}",
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "host": platform.node(),
-        "machine": (
-            f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}, Python"
-            f" {platform.python_version()}"
-        ),
-        "command": without_secrets(sys.argv),
-        "source": source.store.where,
-        "stages": {
-            stage: {"seconds": round(stages.seconds[stage], 3), "bytes": stages.bytes[stage]}
-            for stage in stages.seconds
-        },
-    }
-    return sealed(document)
+    return sealed(
+        Provenance(
+            format=FORMAT,
+            format_version=FORMAT_VERSION,
+            digest=NO_DIGEST,
+            tool=f"marlin-convert {own}",
+            when=datetime.now(UTC).isoformat(timespec="seconds"),
+            host=platform.node(),
+            machine=(
+                f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()},"
+                f" Python {platform.python_version()}"
+            ),
+            command=tuple(without_secrets(sys.argv)),
+            source=source.store.where,
+            stages={
+                stage: Stage(round(stages.seconds[stage], 3), stages.bytes[stage]) for stage in stages.seconds
+            },
+        )
+    )
 
 
 def without_secrets(arguments: Sequence[str]) -> list[str]:

@@ -4,20 +4,36 @@ the same conversion.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from marlin_convert.checkpoint.config import ModelConfig
-from marlin_convert.checkpoint.identity import SourceIdentity
 from marlin_convert.checkpoint.source import Source
+from marlin_convert.documents.codec import NO_DIGEST, sealed, write
+from marlin_convert.documents.engine_files import Index, IndexMetadata
+from marlin_convert.documents.identity import SourceIdentity
+from marlin_convert.documents.manifest import (
+    FusedTensor,
+    ListedFile,
+    Manifest,
+    ManifestSource,
+    Origin,
+    Padding,
+    Parallel,
+    Shard,
+    StoredLayout,
+    StoredTensor,
+    Unit,
+)
 from marlin_convert.files import digest
 from marlin_convert.planning.output import OutputPlan, OutputUnit
 from marlin_convert.planning.rules import PlainTensor, expert_tensors, rules_digest
-from marlin_convert.shards.finished import FinishedUnit
-from marlin_convert.shards.format import is_filler
-from marlin_convert.shards.manifest import sealed
+from marlin_convert.shards.finished import FinishedFile, FinishedUnit
+from marlin_convert.shards.format import FORMAT, FORMAT_VERSION, is_filler
+
+#: unit, rank, stacked tensor
+DigestPlace = tuple[str, int | None, str]
 
 
 def rank_index(units: list[OutputUnit]) -> bytes:
@@ -25,7 +41,7 @@ def rank_index(units: list[OutputUnit]) -> bytes:
     placed = [(unit.name, p) for unit in units for p in unit.files.tensors if not is_filler(p.spec.name)]
     total = sum(p.spec.size for _, p in placed)
     weight_map = {p.spec.name: f"{unit}.safetensors" for unit, p in placed}
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1).encode("ascii")
+    return write(Index(IndexMetadata(total), weight_map), indent=1)
 
 
 def model_constants(model: ModelConfig) -> dict[str, Any]:
@@ -57,17 +73,20 @@ def softmax_scale(text: Mapping[str, Any]) -> float:
     return scale
 
 
-def digest_file(
-    plan: OutputPlan, records: Mapping[str, FinishedUnit]
-) -> tuple[bytes, dict[tuple[str, int | None, str], int]]:
-    """digests.bin, and where each stacked tensor's digests begin in it."""
-    blob, offsets = bytearray(), {}
+def digest_offsets(plan: OutputPlan) -> dict[DigestPlace, int]:
+    """Where the digests of each stacked tensor begin in digests.bin: 16 bytes an expert, in file order."""
+    offsets, end = {}, 0
     for unit in plan.units:
         for rank in unit.ranks:
             for tensor in unit.stacked:
-                offsets[unit.name, rank, tensor.name] = len(blob)
-                blob += records[unit.name].experts[rank, tensor.name]
-    return bytes(blob), offsets
+                offsets[unit.name, rank, tensor.name] = end
+                end += 16 * tensor.shape[0]
+    return offsets
+
+
+def digest_file(plan: OutputPlan, records: Mapping[str, FinishedUnit]) -> bytes:
+    """digests.bin."""
+    return b"".join(records[unit].experts[rank, tensor] for unit, rank, tensor in digest_offsets(plan))
 
 
 def source_digests(source: Source, records: Mapping[str, FinishedUnit]) -> bytes:
@@ -83,151 +102,126 @@ def build_manifest(
     identity: SourceIdentity,
     plan: OutputPlan,
     records: Mapping[str, FinishedUnit],
-    offsets: Mapping[tuple[str, int | None, str], int],
-    files: list[dict[str, Any]],
+    files: Sequence[ListedFile],
     checks: str,
 ) -> bytes:
     """The manifest, sealed."""
-    topology, shape = plan.topology, plan.shape
-    padded = plan.layout.padded(shape)
+    offsets = digest_offsets(plan)
     return sealed(
-        {
-            "layout": {
-                "id": plan.layout.id,
-                "num_bits": plan.layout.num_bits,
-                "group_size": shape.group_size,
-                "symmetric": plan.layout.symmetric,
-                "b_q_type": plan.layout.b_q_type[0],
-                "b_q_type_id": plan.layout.b_q_type[1],
-            },
-            "checks": checks,
-            "source": {
-                "id": identity.id,
-                "tensors": len(source.tensors),
-                "payload_bytes": source.payload_bytes,
-                **identity.as_json(),
-                "quantization_config_at": source.model.quantization.found_at,
-                "not_copied": list(source.left_out),
-            },
-            "parallel": {
-                "tp": topology.tp,
-                "ep": topology.ep,
-                "moe_tp": topology.moe_tp,
-                "rules": rules_digest(),
-                "padding": (
-                    None if padded == shape.local else {"moe_intermediate": shape.local, "padded": padded}
-                ),
-            },
-            "ranks": list(plan.ranks),
-            "layers": list(plan.layers),
-            "complete": plan.complete,
-            "model": model_constants(source.model),
-            "units": [_unit_entry(plan, unit) for unit in plan.units],
-            "shards": [
-                _shard_entry(plan, unit, records[unit.name], i, offsets)
-                for unit in plan.units
-                for i in range(len(unit.ranks))
-            ],
-            "files": sorted(files, key=lambda file: str(file["path"])),
-        }
+        Manifest(
+            format=FORMAT,
+            format_version=FORMAT_VERSION,
+            digest=NO_DIGEST,
+            layout=_layout(plan),
+            checks=checks,
+            source=ManifestSource(
+                id=identity.id,
+                tensors=len(source.tensors),
+                payload_bytes=source.payload_bytes,
+                repo=identity.repo,
+                revision=identity.revision,
+                files=identity.files,
+                config=identity.config,
+                quantization_config_at=source.model.quantization.found_at,
+                not_copied=tuple(source.left_out),
+            ),
+            parallel=_parallel(plan),
+            ranks=tuple(plan.ranks),
+            layers=tuple(plan.layers),
+            complete=plan.complete,
+            model=model_constants(source.model),
+            units=tuple(_unit(plan, unit) for unit in plan.units),
+            shards=tuple(
+                _shard(plan, unit, file, offsets) for unit in plan.units for file in records[unit.name].files
+            ),
+            files=tuple(sorted(files, key=lambda file: file.path)),
+        )
     )
 
 
-def _unit_entry(plan: OutputPlan, unit: OutputUnit) -> dict[str, Any]:
+def _layout(plan: OutputPlan) -> StoredLayout:
+    layout = plan.layout
+    name, number = layout.b_q_type
+    return StoredLayout(layout.id, layout.num_bits, plan.shape.group_size, layout.symmetric, name, number)
+
+
+def _parallel(plan: OutputPlan) -> Parallel:
+    topology = plan.topology
+    return Parallel(topology.tp, topology.ep, topology.moe_tp, rules_digest(), padding(plan))
+
+
+def padding(plan: OutputPlan) -> Padding | None:
+    """What a rank's slice of an expert is padded to; None where it is not."""
+    padded = plan.layout.padded(plan.shape)
+    return None if padded == plan.shape.local else Padding(plan.shape.local, padded)
+
+
+def _unit(plan: OutputPlan, unit: OutputUnit) -> Unit:
     """How each stored tensor of a unit came to be, as patterns."""
     by_name = {tensor.name: tensor for tensor in unit.source.plain}
-    tensors, checked = [], []
-    for placed in unit.files.tensors:
-        name = placed.spec.name
-        if name in by_name:
-            tensors.append(_plain_entry(by_name[name]))
-        elif not is_filler(name):
-            tensors.append(_stacked_entry(plan, unit, name))
+    names = [placed.spec.name for placed in unit.files.tensors if not is_filler(placed.spec.name)]
+    origins = tuple(
+        _plain_origin(by_name[name]) if name in by_name else _stacked_origin(plan, unit, name)
+        for name in names
+    )
+    checked: tuple[str, ...] = ()
     if unit.source.experts_prefix is not None:
-        names = [
-            name
+        checked = tuple(
+            name.replace(".experts.0.", ".experts.{expert}.")
             for name, _, _ in expert_tensors(unit.source.experts_prefix, 0, plan.shape)
             if name.endswith("weight_shape")
-        ]
-        checked = [name.replace(".experts.0.", ".experts.{expert}.") for name in names]
-    return {"name": unit.name, "layer": unit.source.layer, "tensors": tensors, "checked": checked}
+        )
+    return Unit(unit.name, unit.source.layer, origins, checked)
 
 
-def _plain_entry(tensor: PlainTensor) -> dict[str, Any]:
+def _plain_origin(tensor: PlainTensor) -> Origin:
     cut = tensor.cut
-    return {
-        "tensor": tensor.name,
-        "rule": tensor.rule,
-        "axis": cut.axis,
-        "parts": None if cut.axis is None else "tp",
-        **({"replicas": cut.replicas} if cut.replicas > 1 else {}),
-        "from": [tensor.name],
-    }
+    parts = None if cut.axis is None else "tp"
+    return Origin(tensor.name, tensor.rule, cut.axis, parts, (tensor.name,), cut.replicas)
 
 
-def _stacked_entry(plan: OutputPlan, unit: OutputUnit, name: str) -> dict[str, Any]:
+def _stacked_origin(plan: OutputPlan, unit: OutputUnit, name: str) -> Origin:
     prefix = f"{unit.source.experts_prefix}."
     kind = "weight_packed" if name.endswith("packed") else "weight_scale"
     projections = ("down_proj",) if name.startswith(prefix + "w2_") else ("gate_proj", "up_proj")
-    return {
-        "tensor": name,
-        "rule": "experts",
-        "axis": plan.shape.axis(projections[0]),
-        "parts": "moe_tp",
-        "from": [f"{prefix}{{expert}}.{projection}.{kind}" for projection in projections],
-    }
+    sources = tuple(f"{prefix}{{expert}}.{projection}.{kind}" for projection in projections)
+    return Origin(name, "experts", plan.shape.axis(projections[0]), "moe_tp", sources)
 
 
-def _shard_entry(
-    plan: OutputPlan,
-    unit: OutputUnit,
-    record: FinishedUnit,
-    i: int,
-    offsets: Mapping[tuple[str, int | None, str], int],
-) -> dict[str, Any]:
-    file, rank = record.files[i], unit.ranks[i]
-    tensors = []
-    for placed in unit.files.tensors:
-        spec = placed.spec
-        entry = {
-            "name": spec.name,
-            "dtype": spec.dtype,
-            "shape": list(spec.shape),
-            "offset": unit.data_start + placed.offset,
-            "size": spec.size,
-            "digest": file.tensors[spec.name],
-        }
-        if (unit.name, rank, spec.name) in offsets:
-            entry["experts"] = offsets[unit.name, rank, spec.name]
-        tensors.append(entry)
-    joined = bytes.fromhex(
-        file.header + "".join(file.tensors[placed.spec.name] for placed in unit.files.tensors)
+def _shard(
+    plan: OutputPlan, unit: OutputUnit, file: FinishedFile, offsets: Mapping[DigestPlace, int]
+) -> Shard:
+    tensors = tuple(
+        StoredTensor(
+            placed.spec.name,
+            placed.spec.dtype,
+            placed.spec.shape,
+            unit.data_start + placed.offset,
+            placed.spec.size,
+            file.tensors[placed.spec.name],
+            offsets.get((unit.name, file.rank, placed.spec.name)),
+        )
+        for placed in unit.files.tensors
     )
-    return {
-        "path": plan.path(unit, rank),
-        "unit": unit.name,
-        "rank": rank,
-        "size": file.size,
-        "header": file.header,
-        "digest": digest(joined).hex(),
-        "tensors": tensors,
-        "fused": fused_views(unit),
-    }
+    joined = bytes.fromhex(file.header + "".join(tensor.digest for tensor in tensors))
+    return Shard(
+        plan.path(unit, file.rank),
+        unit.name,
+        file.rank,
+        file.size,
+        file.header,
+        digest(joined).hex(),
+        tensors,
+        fused_views(unit),
+    )
 
 
-def fused_views(unit: OutputUnit) -> list[dict[str, Any]]:
+def fused_views(unit: OutputUnit) -> tuple[FusedTensor, ...]:
     """The fused views of a file."""
     views = []
     for view in unit.files.fused:
         members = [unit.places[name].spec for name in view.members]
-        rows = sum(spec.shape[0] for spec in members)
-        views.append(
-            {
-                "name": view.name,
-                "dtype": members[0].dtype,
-                "shape": [rows, *members[0].shape[1:]],
-                "offset": unit.offset(view.members[0]),
-                "members": list(view.members),
-            }
-        )
-    return views
+        shape = (sum(spec.shape[0] for spec in members), *members[0].shape[1:])
+        offset = unit.offset(view.members[0])
+        views.append(FusedTensor(view.name, members[0].dtype, shape, offset, view.members))
+    return tuple(views)

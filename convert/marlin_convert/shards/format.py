@@ -8,11 +8,12 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from marlin_convert.checkpoint.header import DTYPE_SIZE
 
-FORMAT = "marlin-convert"
-FORMAT_VERSION = 1
+FORMAT: Final = "marlin-convert"
+FORMAT_VERSION: Final = 1
 PAGE = 4096
 PAD_PREFIX = "__pad__."
 MAX_TENSORS = 1024

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from marlin_convert.checkpoint.store import header_of
+from marlin_convert.documents.manifest import read_manifest
 from marlin_convert.errors import UsageError
 from marlin_convert.shards.format import is_filler
-from marlin_convert.shards.manifest import read_manifest
 from marlin_convert.shards.reader import NUMPY, open_shards
 
 
@@ -25,7 +25,7 @@ def describe_folder(out: Path) -> dict[str, Any]:
         )
         row["files"] += 1
         row["tensors"] = sum(not is_filler(tensor.name) for tensor in shard.tensors)
-    source = manifest.document["source"]
+    source = manifest.source
     return {
         "layout": manifest.layout_id,
         "group_size": manifest.group_size,
@@ -34,7 +34,7 @@ def describe_folder(out: Path) -> dict[str, Any]:
         "ranks": f"{len(manifest.ranks)} of {manifest.tp}",
         "complete": manifest.complete,
         "checks while converting": manifest.checks,
-        "source": f"{source['id']}, {source['tensors']:,} tensors, {source['payload_bytes']:,} bytes",
+        "source": f"{source.id}, {source.tensors:,} tensors, {source.payload_bytes:,} bytes",
         "bytes": sum(shard.size for shard in manifest.shards),
         "units": list(units.values()),
     }

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from marlin_convert.checkpoint.config import ModelConfig
-from marlin_convert.checkpoint.identity import identify, identity_from_json
+from marlin_convert.checkpoint.identity import identify
 from marlin_convert.checkpoint.source import Source, open_source
 from marlin_convert.checks.kept_source import read_kept_source
 from marlin_convert.checks.kernel.layer import (
@@ -23,11 +23,11 @@ from marlin_convert.checks.kernel.layer import (
 )
 from marlin_convert.checks.kernel.results import KernelReport
 from marlin_convert.checks.kernel.scope import Scope, sampled, subset
+from marlin_convert.documents.manifest import Manifest, Unit, read_manifest
 from marlin_convert.errors import MachineError, SourceError, UsageError
 from marlin_convert.extras import package_version, require
 from marlin_convert.kernels.providers import Provider, load_for
 from marlin_convert.layout.moe import LAYOUTS
-from marlin_convert.shards.manifest import Manifest, UnitInfo, read_manifest
 from marlin_convert.shards.reader import Shards, open_shards
 
 TOKENS = (1, 9, 90, 330)
@@ -127,11 +127,8 @@ def refuse_known_wrong(manifest: Manifest) -> None:
     """Raise UsageError for a weight type that the kernel itself gets wrong, so that no one takes its error
     for ours.
     """
-    if (
-        not manifest.document["layout"]["symmetric"]
-        and manifest.document["layout"]["num_bits"] == 4
-        and manifest.group_size == 32
-    ):
+    layout = manifest.layout
+    if not layout.symmetric and layout.num_bits == 4 and layout.group_size == 32:
         raise UsageError(
             "the kernel of sglang 0.5.12 to 0.5.23 computes asymmetric 4 bit at group 32 wrongly; there is"
             " nothing to check against"
@@ -139,7 +136,7 @@ def refuse_known_wrong(manifest: Manifest) -> None:
 
 
 def manifest_files(
-    shards: Mapping[int, Shards], manifest: Manifest, unit: UnitInfo, model: ModelConfig
+    shards: Mapping[int, Shards], manifest: Manifest, unit: Unit, model: ModelConfig
 ) -> LayerFiles:
     """A layer of a finished folder, as an engine would open it."""
     paths = {shard.rank: shard.path for shard in manifest.shards if shard.unit == unit.name}
@@ -183,8 +180,6 @@ def environment(provider: Provider, manifest: Manifest) -> dict[str, Any]:
 
 def _open_same(source: str, manifest: Manifest) -> Source:
     opened = open_source(source)
-    if (
-        difference := identity_from_json(manifest.document["source"]).difference(identify(opened))
-    ) is not None:
+    if (difference := manifest.source.identity.difference(identify(opened))) is not None:
         raise SourceError(f"{source} is not what this output was made from: {difference}")
     return opened

@@ -14,25 +14,44 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from marlin_convert.errors import OutputError
-from marlin_convert.shards.manifest import (
+from marlin_convert.documents.codec import seal_holds, sealed, typed, write
+from marlin_convert.documents.engine_files import quantization_config
+from marlin_convert.documents.identity import FileIdentity, SourceIdentity
+from marlin_convert.documents.manifest import (
     FusedTensor,
     ListedFile,
     Manifest,
     Origin,
     StoredTensor,
     parse_manifest,
-    quantization_config,
     read_manifest,
-    seal_holds,
-    sealed,
 )
+from marlin_convert.errors import OutputError
 
 DOCUMENT: dict[str, Any] = {
+    "format": "marlin-convert",
+    "format_version": 1,
+    "digest": "0" * 32,
     "layout": {"id": "moe_wna16_marlin.u4b8", "num_bits": 4, "group_size": 32, "symmetric": True},
     "checks": "exact",
-    "source": {"id": "0123456789abcdef0123456789abcdef", "files": 1, "tensors": 3, "payload_bytes": 5},
-    "parallel": {"tp": 2, "ep": 1, "moe_tp": 2, "padding": None, "rules": "0" * 32},
+    "source": {
+        "id": "0123456789abcdef0123456789abcdef",
+        "tensors": 3,
+        "payload_bytes": 5,
+        "files": [
+            {
+                "name": "model-00001-of-00001.safetensors",
+                "size": 9,
+                "header": "6" * 32,
+                "start": "7" * 32,
+                "sample": "8" * 32,
+            }
+        ],
+        "config": "9" * 32,
+        "quantization_config_at": "text_config",
+        "not_copied": ["figures"],
+    },
+    "parallel": {"tp": 2, "ep": 1, "moe_tp": 2, "rules": "a" * 32, "padding": None},
     "ranks": [0, 1],
     "layers": [0],
     "complete": True,
@@ -77,22 +96,23 @@ DOCUMENT: dict[str, Any] = {
     ],
     "files": [{"path": "config.json", "size": 3, "digest": "5" * 32}],
 }
+MANIFEST = typed(DOCUMENT, Manifest, "the manifest of these tests")
 PATH = Path("out/manifest.json")
 
 
 def test_the_seal_is_as_the_format_page_says() -> None:
-    raw = sealed(DOCUMENT)
+    raw = sealed(MANIFEST)
     document = json.loads(raw)
     assert list(document)[:3] == ["format", "format_version", "digest"]
     assert (document["format"], document["format_version"]) == ("marlin-convert", 1)
-    assert {key: value for key, value in document.items() if key in DOCUMENT} == DOCUMENT
+    assert document | {"digest": "0" * 32} == DOCUMENT
     zeroed = raw.replace(document["digest"].encode(), b"0" * 32, 1)
     assert document["digest"] == xxhash.xxh3_128_hexdigest(zeroed)
     assert seal_holds(raw)
 
 
 def test_every_flipped_bit_is_seen() -> None:
-    raw = bytearray(sealed(DOCUMENT))
+    raw = bytearray(sealed(MANIFEST))
     for bit in range(8 * len(raw)):
         raw[bit // 8] ^= 1 << bit % 8
         assert not seal_holds(bytes(raw)), raw[bit // 8 - 5 : bit // 8 + 5]
@@ -103,7 +123,7 @@ def test_every_flipped_bit_is_seen() -> None:
 @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_every_other_change_is_seen(data: st.DataObject) -> None:
-    raw = sealed(DOCUMENT)
+    raw = sealed(MANIFEST)
     at = data.draw(st.integers(0, len(raw)))
     end = data.draw(st.integers(at, min(len(raw), at + 40)))
     changed = raw[:at] + data.draw(st.binary(max_size=40)) + raw[end:]
@@ -118,7 +138,7 @@ def test_what_has_no_seal(raw: bytes) -> None:
 
 
 def test_a_manifest_as_read(tmp_path: Path) -> None:
-    (tmp_path / "manifest.json").write_bytes(sealed(DOCUMENT))
+    (tmp_path / "manifest.json").write_bytes(sealed(MANIFEST))
     manifest = read_manifest(tmp_path)
     assert (manifest.tp, manifest.ep, manifest.ranks, manifest.layers, manifest.complete) == (
         2,
@@ -154,6 +174,14 @@ def test_a_manifest_as_read(tmp_path: Path) -> None:
     )
     assert shard.fused == (FusedTensor("f", "BF16", (4, 3), 4096, ("a", "b")),)
     assert manifest.files == (ListedFile("config.json", 3, "5" * 32),)
+    source = manifest.source
+    assert (source.tensors, source.payload_bytes, source.not_copied) == (3, 5, ("figures",))
+    assert source.identity == SourceIdentity(
+        files=(FileIdentity("model-00001-of-00001.safetensors", 9, "6" * 32, "7" * 32, sample="8" * 32),),
+        config="9" * 32,
+    )
+    assert (manifest.layout.b_q_type, manifest.layout.b_q_type_id) == (None, None)
+    assert (manifest.parallel.moe_tp, manifest.parallel.padding) == (2, None)
 
 
 def test_a_manifest_that_is_not_there_or_not_whole(tmp_path: Path) -> None:
@@ -162,7 +190,7 @@ def test_a_manifest_that_is_not_there_or_not_whole(tmp_path: Path) -> None:
     (tmp_path / ".work").mkdir()
     with pytest.raises(OutputError, match="has not finished: run the same convert command again"):
         read_manifest(tmp_path)
-    (tmp_path / "manifest.json").write_bytes(sealed(DOCUMENT).replace(b'"ranks":[0,1]', b'"ranks":[1,0]'))
+    (tmp_path / "manifest.json").write_bytes(sealed(MANIFEST).replace(b'"ranks":[0,1]', b'"ranks":[1,0]'))
     with pytest.raises(OutputError, match="do not match its own digest"):
         read_manifest(tmp_path)
     (tmp_path / "manifest.json").unlink()
@@ -176,13 +204,13 @@ def test_a_manifest_that_is_not_there_or_not_whole(tmp_path: Path) -> None:
     [("format", "other"), *(("format_version", value) for value in (2, 0, "1", True, 1.0, None))],
 )
 def test_another_format_or_version(key: str, value: Any) -> None:
-    raw = json.dumps(json.loads(sealed(DOCUMENT)) | {key: value}).encode()
+    raw = json.dumps(json.loads(sealed(MANIFEST)) | {key: value}).encode()
     with pytest.raises(OutputError, match="this program reads marlin-convert version 1"):
         parse_manifest(raw, PATH)
 
 
 @pytest.mark.parametrize(
-    "raw", [b"", b"[]", b"7", b'"format"', b"null", b"{}", b"[" * 100_000, b"\xff\xfe", sealed(DOCUMENT)[:-1]]
+    "raw", [b"", b"[]", b"7", b'"format"', b"null", b"{}", b"[" * 100_000, b"\xff\xfe", sealed(MANIFEST)[:-1]]
 )
 def test_what_is_no_manifest(raw: bytes) -> None:
     with pytest.raises(OutputError, match=r"out/manifest\.json: not a manifest of this format"):
@@ -190,25 +218,15 @@ def test_what_is_no_manifest(raw: bytes) -> None:
 
 
 def test_a_key_twice() -> None:
-    raw = sealed(DOCUMENT).replace(b'"ranks":[0,1]', b'"ranks":[0,1],"ranks":[0]')
+    raw = sealed(MANIFEST).replace(b'"ranks":[0,1]', b'"ranks":[0,1],"ranks":[0]')
     with pytest.raises(OutputError, match="a key stands twice"):
         parse_manifest(raw, PATH)
 
 
 def test_every_key_is_needed() -> None:
-    whole = json.loads(sealed(DOCUMENT))
+    whole = json.loads(sealed(MANIFEST))
     for *above, key in paths(whole):
-        if (
-            isinstance(key, int)
-            or above[:1] in (["model"],)
-            or key in ("digest", "num_bits", "symmetric", "moe_tp", "padding", "rules")
-        ):
-            continue
-        if (above, key) in (
-            (["source"], "files"),
-            (["source"], "tensors"),
-            (["source"], "payload_bytes"),
-        ) or key in ("model", "experts"):
+        if isinstance(key, int) or above[:1] == ["model"] or key in ("experts", "sample"):
             continue
         document = copy.deepcopy(whole)
         section: Any = document
@@ -240,7 +258,7 @@ odd = st.one_of(plain, st.lists(plain, max_size=3), st.dictionaries(st.text(max_
 @settings(deadline=None, max_examples=400, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), count=st.integers(1, 2))
 def test_mutated_manifests(data: st.DataObject, count: int) -> None:
-    document = json.loads(sealed(DOCUMENT))
+    document = json.loads(sealed(MANIFEST))
     for _ in range(count):
         *above, key = data.draw(st.sampled_from(paths(document)))
         section: Any = document
@@ -265,7 +283,7 @@ def test_mutated_manifests(data: st.DataObject, count: int) -> None:
 
 
 def test_what_stands_in_the_converted_config() -> None:
-    assert quantization_config("moe_wna16_marlin.u4b8", 4, 32, True) == {
+    assert json.loads(write(quantization_config("moe_wna16_marlin.u4b8", 4, 32, True))) == {
         "quant_method": "marlin-convert",
         "format": "moe_wna16_marlin.u4b8",
         "format_version": 1,

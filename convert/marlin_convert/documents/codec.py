@@ -1,0 +1,91 @@
+"""JSON to typed documents and back. Reading is strict where it matters and open where the format promises it:
+keys that a later release added are left alone, everything else must be of its type and in its range.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+from marlin_convert.documents.fields import Digest, about
+from marlin_convert.errors import OutputError
+from marlin_convert.files import digest
+
+#: stands in a sealed document's place of the digest while the digest is taken
+NO_DIGEST = "0" * 32
+
+T = TypeVar("T")
+
+
+class Sealed(msgspec.Struct, frozen=True, kw_only=True):
+    """A file that carries the digest of its own bytes; the three keys come first, in this order."""
+
+    format: Annotated[Literal["marlin-convert"], about("what wrote it")]
+    format_version: Annotated[Literal[1], about("version of the format")]
+    digest: Annotated[Digest, about("xxh3-128 of this file with these 32 digits set to 0")]
+
+
+def parse_json(raw: bytes) -> Any:
+    """The value of a JSON text. Raises ValueError for what is no JSON, and for what parsers disagree about: a
+    key twice in an object, NaN and Infinity, halves of surrogates, nesting without end.
+    """
+    try:
+        value = json.loads(raw.decode(), object_pairs_hook=_unique, parse_constant=_no_number)
+        if b"\\u" in raw:
+            json.dumps(value, ensure_ascii=False).encode()  # half a surrogate is no text that can be written
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"a key stands twice: {next(name for name in names if names.count(name) > 1)!r}")
+    return value
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def typed(value: Any, kind: type[T], complaint: str) -> T:
+    """A parsed JSON value as a document. Raises OutputError, `complaint` and what is wrong where."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise OutputError(f"{complaint} ({error})") from error
+
+
+def read(raw: bytes, kind: type[T], complaint: str) -> T:
+    """The document in `raw`. Raises OutputError: `complaint`, which names the file, and what is wrong."""
+    try:
+        value = parse_json(raw)
+    except ValueError as error:
+        raise OutputError(f"{complaint} ({error})") from error
+    return typed(value, kind, complaint)
+
+
+def write(document: Any, indent: int | None = None) -> bytes:
+    """A document as ASCII JSON, keys in the order of its fields; without blanks unless indented."""
+    separators = (",", ":") if indent is None else None
+    return json.dumps(msgspec.to_builtins(document), separators=separators, indent=indent).encode("ascii")
+
+
+def sealed(document: Sealed) -> bytes:
+    """The bytes of a document that carries the digest of its own bytes, taken with 32 zeros in its place."""
+    raw = write(msgspec.structs.replace(document, digest=NO_DIGEST))
+    return raw.replace(NO_DIGEST.encode(), digest(raw).hex().encode(), 1)
+
+
+def seal_holds(raw: bytes) -> bool:
+    """Whether a sealed document is as it was written."""
+    key = b'"digest":"'
+    at = raw.find(key) + len(key)
+    return (
+        at >= len(key)
+        and digest(raw[:at] + NO_DIGEST.encode() + raw[at + 32 :]).hex().encode() == raw[at : at + 32]
+    )

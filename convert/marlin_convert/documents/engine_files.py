@@ -1,0 +1,51 @@
+"""What engines read beside the shards: the quantization_config in config.json, and the index of a rank."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from marlin_convert.documents.fields import Positive, Text, about
+from marlin_convert.shards.format import FORMAT, FORMAT_VERSION
+
+
+class QuantizationConfig(Struct, frozen=True):
+    """Stands in config.json where the source had its own, and nowhere else."""
+
+    quant_method: Annotated[
+        Text, about("so that no engine takes the weights for something else", enum=[FORMAT])
+    ]
+    format: Annotated[Text, about("layout id", enum=["moe_wna16_marlin.u4b8"])]
+    format_version: Annotated[Positive, about("version of the format", enum=[FORMAT_VERSION])]
+    bits: Annotated[Positive, about("bits of a weight", enum=[4])]
+    group_size: Annotated[Positive, about("weights that share a scale", enum=[32, 64, 128])]
+    symmetric: Annotated[bool, about("no zero points", enum=[True])]
+    modules: Annotated[Text, about("what is quantized", enum=["routed_experts"])]
+
+
+def quantization_config(layout_id: str, bits: int, group_size: int, symmetric: bool) -> QuantizationConfig:
+    """What stands in the output's config.json; literally in schemas/README.md."""
+    return QuantizationConfig(
+        FORMAT, layout_id, FORMAT_VERSION, bits, group_size, symmetric, "routed_experts"
+    )
+
+
+class IndexMetadata(Struct, frozen=True):
+    """Sizes."""
+
+    total_size: Annotated[Positive, about("bytes of all tensors, fillers not counted")]
+
+
+class Index(Struct, frozen=True):
+    """model.safetensors.index.json of a rank, or of common/."""
+
+    metadata: Annotated[IndexMetadata, about("sizes")]
+    weight_map: Annotated[
+        dict[
+            Annotated[Text, Meta(extra_json_schema={"not": {"pattern": "^__pad__\\."}})],
+            Annotated[str, Meta(pattern="^(layer-[0-9]{3,}|top|common)\\.safetensors$")],
+        ],
+        Meta(min_length=1),
+        about("tensor to file in the same folder; fillers are not in it"),
+    ]

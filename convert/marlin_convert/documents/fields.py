@@ -1,0 +1,33 @@
+"""The values that documents are made of, with their ranges, for readers and schemas alike."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+
+def about(description: str, **schema: Any) -> Meta:
+    """What a key means, for its schema; more keywords go into the schema as they are, and bind the writer
+    alone: what a reader does with another value is for its code to say.
+    """
+    return Meta(description=description, extra_json_schema=schema or None)
+
+
+#: sizes, offsets, counts: sums of a few of them stay in 64 bits
+Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Positive = Annotated[int, Meta(ge=1, lt=1 << 62)]
+#: xxh3-128
+Digest = Annotated[str, Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
+Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$", max_length=64)]
+Text = Annotated[str, Meta(min_length=1)]
+#: a file's place in a folder, which it does not leave
+RelativePath = Annotated[str, Meta(pattern=r"^(?!/)(?!([^\x00]*/)?\.\.(/|$))[^\x00]+$")]
+UnitName = Annotated[str, Meta(pattern="^(layer-[0-9]{3,}|top|common)$")]
+TensorName = Annotated[str, Meta(min_length=1, max_length=127, pattern=r'^[^\\"]*$')]
+#: as safetensors names them
+Dtype = Annotated[
+    str, Meta(pattern="^(BOOL|U8|I8|F8_E4M3|F8_E5M2|I16|U16|F16|BF16|I32|U32|F32|I64|U64|F64)$")
+]
+Extent = Positive
+Checks = Annotated[str, Meta(pattern="^(none|exact|kernel)$")]

@@ -1,0 +1,81 @@
+"""Who a source is, as job.json and the manifest keep it, and what tells two looks at it apart."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import xxhash
+from msgspec import Meta, Struct
+
+from marlin_convert.documents.fields import Digest, Positive, RelativePath, Sha256, Text, about
+
+
+class FileIdentity(Struct, frozen=True, omit_defaults=True):
+    """One weight file: its bytes, the digests of its header and of the start of its data, and of a sample of
+    all of it (folder) or the hub's sha256.
+    """
+
+    name: Annotated[RelativePath, about("file name in the checkpoint")]
+    size: Annotated[Positive, about("bytes of the file")]
+    header: Annotated[Digest, about("xxh3-128 of its header's JSON as it stands")]
+    start: Annotated[Digest, about("xxh3-128 of the first 16 KiB of its data, or of all if there is less")]
+    sample: Annotated[
+        Digest | None,
+        about("xxh3-128 of a sample of its data, 256 pages and the last one; of a file read from a folder"),
+    ] = None
+    sha256: Annotated[Sha256 | None, about("what the hub publishes; of a file of a repository")] = None
+
+    def difference(self, other: FileIdentity) -> str | None:
+        """What differs of that which both know, in one word."""
+        for what in ("size", "header", "start", "sample", "sha256"):
+            mine, its = getattr(self, what), getattr(other, what)
+            if None not in (mine, its) and mine != its:
+                return what if what in ("size", "header") else "content"
+        return None
+
+
+class SourceIdentity(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """All weight files and config.json; repository and commit where they are known."""
+
+    repo: Annotated[Text | None, about("the hub repository it came from")] = None
+    revision: Annotated[Text | None, about("its commit")] = None
+    files: Annotated[tuple[FileIdentity, ...], Meta(min_length=1), about("weight files in name order")]
+    config: Annotated[Digest, about("xxh3-128 of the source's config.json")]
+
+    @property
+    def id(self) -> str:
+        """32 hex digits that stand for the whole; they go into every shard's header."""
+        common = {
+            "config": self.config,
+            "files": [[file.name, file.size, file.header, file.start] for file in self.files],
+        }
+        return xxhash.xxh3_128_hexdigest(json.dumps(common, sort_keys=True, separators=(",", ":")).encode())
+
+    @property
+    def from_hub(self) -> bool:
+        """Whether it is the hub's word that stands for the content."""
+        return any(file.sha256 is not None for file in self.files)
+
+    def continued_by(self, other: SourceIdentity) -> str | None:
+        """What forbids to continue with another look at the source, in words; None where nothing does."""
+        if self.revision is not None and other.revision is not None and self.revision != other.revision:
+            return (
+                f"it was commit {self.revision} of {self.repo}, now it is {other.revision}; give --revision"
+                f" {self.revision} to continue"
+            )
+        if self.from_hub != other.from_hub:
+            mine, its = (f"{look.repo} on the hub" if look.from_hub else "a folder" for look in (self, other))
+            return f"before it was {mine}, now it is {its}"
+        return self.difference(other)
+
+    def difference(self, other: SourceIdentity) -> str | None:
+        """What differs in content, in words; None where nothing that both know does."""
+        if self.config != other.config:
+            return "config.json differs"
+        if [file.name for file in self.files] != [file.name for file in other.files]:
+            return "the weight files have other names"
+        for mine, its in zip(self.files, other.files, strict=True):
+            if (what := mine.difference(its)) is not None:
+                return f"the {what} of {mine.name} differs"
+        return None

@@ -1,0 +1,315 @@
+"""manifest.json: what a converted folder holds, how each tensor of it came to be, and from what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from msgspec import Meta, Struct, field
+
+from marlin_convert.documents.codec import Sealed, parse_json, seal_holds, typed
+from marlin_convert.documents.fields import (
+    Checks,
+    Digest,
+    Dtype,
+    Extent,
+    Number,
+    Positive,
+    RelativePath,
+    TensorName,
+    Text,
+    UnitName,
+    about,
+)
+from marlin_convert.documents.identity import FileIdentity, SourceIdentity
+from marlin_convert.errors import OutputError, UsageError
+from marlin_convert.shards.format import FORMAT, FORMAT_VERSION
+
+
+class StoredLayout(Struct, frozen=True, omit_defaults=True):
+    """How the words and scales of the stacked tensors are laid out."""
+
+    id: Annotated[Text, about("how words and scales are laid out", enum=["moe_wna16_marlin.u4b8"])]
+    num_bits: Annotated[Positive, about("bits of a weight", enum=[4])]
+    group_size: Annotated[Positive, about("weights that share a scale", enum=[32, 64, 128])]
+    symmetric: Annotated[bool, about("no zero points", enum=[True])]
+    b_q_type: Annotated[
+        str | None, about("the kernel's name of the weight type, where a kernel has one", enum=["uint4b8"])
+    ] = None
+    b_q_type_id: Annotated[int | None, about("the kernel's number of it", enum=[1125899907892224])] = None
+
+
+class ManifestSource(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the folder was made from."""
+
+    id: Annotated[Digest, about("stands for the source in every shard's header")]
+    tensors: Annotated[Positive, about("tensors of the source")]
+    payload_bytes: Annotated[Positive, about("bytes of all of them")]
+    repo: Annotated[Text | None, about("the hub repository it came from")] = None
+    revision: Annotated[Text | None, about("its commit")] = None
+    files: Annotated[tuple[FileIdentity, ...], Meta(min_length=1), about("weight files in name order")]
+    config: Annotated[Digest, about("xxh3-128 of the source's config.json")]
+    quantization_config_at: Annotated[
+        str,
+        about(
+            "the section of config.json with the quantization_config; empty for the top level",
+            enum=["", "text_config"],
+        ),
+    ]
+    not_copied: Annotated[tuple[Text, ...], about("what lay in the source and is not here")]
+
+    @property
+    def identity(self) -> SourceIdentity:
+        """Who the source is."""
+        return SourceIdentity(repo=self.repo, revision=self.revision, files=self.files, config=self.config)
+
+
+class Padding(Struct, frozen=True):
+    """Zeros at the end of each expert's slice."""
+
+    moe_intermediate: Annotated[Positive, about("a rank's slice of the experts' intermediate size")]
+    padded: Annotated[int, Meta(ge=64, lt=1 << 62, multiple_of=64), about("what it is padded to with zeros")]
+
+
+class Parallel(Struct, frozen=True):
+    """How the model is split."""
+
+    tp: Annotated[Positive, about("ranks in all")]
+    ep: Annotated[Positive, about("groups of ranks that the routed experts are split over")]
+    moe_tp: Annotated[Positive, about("tp / ep: slices of one expert", maximum=64)]
+    rules: Annotated[Digest, about("xxh3-128 of the rule table")]
+    padding: Annotated[Padding | None, about("zeros at the end of each expert's slice, or null")]
+
+    def __post_init__(self) -> None:
+        if self.tp % self.ep:
+            raise ValueError(f"ep {self.ep} does not divide tp {self.tp}")
+
+
+class Origin(Struct, frozen=True, omit_defaults=True):
+    """How a stored tensor came to be."""
+
+    tensor: Annotated[TensorName, about("name in the shards")]
+    rule: Annotated[
+        Text, about("how it is cut", enum=["column", "row", "vocab", "replicate", "common", "experts"])
+    ]
+    axis: Annotated[
+        Annotated[int, Meta(ge=0, le=1)] | None, about("the axis of the source matrix that is cut")
+    ]
+    parts: Annotated[
+        Annotated[str, Meta(pattern="^(tp|moe_tp)$")] | None, about("into how many parts it is cut")
+    ]
+    sources: Annotated[
+        tuple[Text, ...],
+        Meta(min_length=1, max_length=2),
+        about("source names in order; {expert} stands for the expert's number"),
+    ] = field(name="from")
+    replicas: Annotated[Positive, about("neighbouring ranks with the same part; left out where 1")] = 1
+
+
+class Unit(Struct, frozen=True):
+    """A layer, or what stands before and behind them (top), or what no rank owns a slice of (common)."""
+
+    name: Annotated[UnitName, about("the unit")]
+    layer: Annotated[Number | None, about("its layer; null for top and common")]
+    tensors: Annotated[tuple[Origin, ...], Meta(min_length=1), about("how each stored tensor came to be")]
+    checked: Annotated[
+        tuple[Text, ...], about("source tensors that are not stored because they only repeat a shape")
+    ]
+
+
+class StoredTensor(Struct, frozen=True, omit_defaults=True):
+    """A tensor of a shard."""
+
+    name: Annotated[TensorName, about("name; __pad__.N is a filler")]
+    dtype: Annotated[Dtype, about("safetensors dtype")]
+    shape: Annotated[tuple[Extent, ...], Meta(max_length=4), about("shape in this file")]
+    offset: Annotated[int, Meta(ge=4096, lt=1 << 62), about("first byte, from the start of the file")]
+    size: Annotated[Positive, about("bytes")]
+    digest: Annotated[
+        Digest, about("xxh3-128 of its bytes; of a stacked tensor, of its experts' digests joined")
+    ]
+    experts: Annotated[
+        Annotated[int, Meta(ge=0, lt=1 << 62, multiple_of=16)] | None,
+        about("of stacked tensors alone: offset of its experts' digests in digests.bin"),
+    ] = None
+
+
+class FusedTensor(Struct, frozen=True):
+    """Neighbours that may be read as one tensor."""
+
+    name: Annotated[TensorName, about("the engine's name of the view")]
+    dtype: Annotated[Dtype, about("dtype of all members")]
+    shape: Annotated[
+        tuple[Extent, ...],
+        Meta(min_length=1, max_length=4),
+        about("shape of all members joined along the first axis"),
+    ]
+    offset: Annotated[
+        int, Meta(ge=4096, lt=1 << 62, multiple_of=4096), about("first byte, from the start of the file")
+    ]
+    members: Annotated[
+        tuple[TensorName, ...],
+        Meta(min_length=2),
+        about("the tensors it is made of, in order", uniqueItems=True),
+    ]
+
+
+class Shard(Struct, frozen=True):
+    """One shard file; its tensors are in file order, fillers included."""
+
+    path: Annotated[
+        RelativePath,
+        about(
+            "place in OUT",
+            allOf=[
+                {
+                    "pattern": "^(common|rank-[0-9]{2,}-of-[0-9]{2,})"
+                    "/(layer-[0-9]{3,}|top|common)\\.safetensors$"
+                }
+            ],
+        ),
+    ]
+    unit: Annotated[UnitName, about("unit it belongs to")]
+    rank: Annotated[Number | None, about("rank that loads it; null in common/")]
+    size: Annotated[int, Meta(ge=8192, lt=1 << 62, multiple_of=4096), about("bytes of the file")]
+    header: Annotated[Digest, about("xxh3-128 of the first 8 + H bytes")]
+    digest: Annotated[Digest, about("xxh3-128 of the digests of header and tensors joined")]
+    tensors: Annotated[
+        tuple[StoredTensor, ...],
+        Meta(min_length=1, max_length=1024),
+        about("in file order, fillers included"),
+    ]
+    fused: Annotated[tuple[FusedTensor, ...], about("tensors that may be read as one")]
+
+
+class ListedFile(Struct, frozen=True):
+    """A file beside the shards."""
+
+    path: Annotated[RelativePath, about("place in OUT")]
+    size: Annotated[Number, about("bytes")]
+    digest: Annotated[Digest, about("xxh3-128 of its bytes")]
+
+
+if TYPE_CHECKING:
+    Constant = Any  # whoever reads one knows what it is
+else:
+    Constant = int | float | str | bool | None
+#: keys are data here: those of the source's config.json
+Model = Annotated[
+    dict[str, Constant],
+    about(
+        "constants of the text model for an engine, flat: KEY or SECTION.KEY of its config, softmax_scale",
+        required=["hidden_size", "n_routed_experts", "num_hidden_layers", "softmax_scale"],
+        properties={
+            "softmax_scale": {
+                "type": "number",
+                "exclusiveMinimum": 0,
+                "description": "of the attention, YaRN's magnitude included",
+            },
+            "hidden_size": {"type": "integer", "minimum": 1, "description": "hidden size"},
+            "n_routed_experts": {
+                "type": "integer",
+                "minimum": 1,
+                "description": "routed experts of a layer",
+            },
+            "num_hidden_layers": {
+                "type": "integer",
+                "minimum": 1,
+                "description": "layers of the whole model",
+            },
+        },
+    ),
+]
+
+
+class Manifest(Sealed, frozen=True, kw_only=True):
+    """The whole of manifest.json."""
+
+    layout: Annotated[StoredLayout, about("the layout of the stacked tensors")]
+    checks: Annotated[Checks, about("what was proven while converting: none, exact or kernel")]
+    source: Annotated[ManifestSource, about("what it was made from")]
+    parallel: Annotated[Parallel, about("how it is split")]
+    ranks: Annotated[tuple[Number, ...], about("ranks that are here", uniqueItems=True)]
+    layers: Annotated[tuple[Number, ...], about("layers that are here", uniqueItems=True)]
+    complete: Annotated[bool, about("whether all ranks, layers, top and common are here")]
+    model: Model
+    units: Annotated[tuple[Unit, ...], Meta(min_length=1), about("once per unit, the same for all ranks")]
+    shards: Annotated[tuple[Shard, ...], Meta(min_length=1), about("every .safetensors file")]
+    files: Annotated[
+        tuple[ListedFile, ...],
+        Meta(min_length=1),
+        about("every other file but manifest.json and provenance.json"),
+    ]
+
+    def __post_init__(self) -> None:
+        names = [unit.name for unit in self.units]
+        if len(set(names)) != len(names) or not {shard.unit for shard in self.shards} <= set(names):
+            raise ValueError("units and the units of shards do not go together")
+
+    @property
+    def tp(self) -> int:
+        """Ranks in all."""
+        return self.parallel.tp
+
+    @property
+    def ep(self) -> int:
+        """Groups of ranks that the routed experts are split over."""
+        return self.parallel.ep
+
+    @property
+    def layout_id(self) -> str:
+        """How words and scales are laid out."""
+        return self.layout.id
+
+    @property
+    def group_size(self) -> int:
+        """Weights that share a scale."""
+        return self.layout.group_size
+
+    @property
+    def source_id(self) -> str:
+        """What every shard's header has of the source."""
+        return self.source.id
+
+
+def read_manifest(out: Path) -> Manifest:
+    """The manifest of a converted folder. Raises OutputError where there is none, or it is damaged or of
+    another version; UsageError where it is no converted folder.
+    """
+    path = out / "manifest.json"
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        if not out.is_dir():
+            raise UsageError(f"{out} is not a folder") from None
+        if (out / "config.json").exists() and not any(out.glob("rank-*")):
+            raise UsageError(
+                f"{out} is no conversion; if it is the published checkpoint, give the output folder instead"
+            ) from None
+        what = (
+            "its conversion has not finished: run the same convert command again"
+            if (out / ".work").exists()
+            else "is it a converted folder?"
+        )
+        raise OutputError(f"{out} has no manifest.json; {what}") from None
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be read ({error.strerror})") from error
+    if not seal_holds(raw):
+        raise OutputError(
+            f"{path}: its bytes do not match its own digest: it was damaged or edited; make OUT again:"
+            " convert with --overwrite"
+        )
+    return parse_manifest(raw, path)
+
+
+def parse_manifest(raw: bytes, path: Path) -> Manifest:
+    """The manifest in `raw`. Raises OutputError, which says what is wrong where."""
+    complaint = f"{path}: not a manifest of this format"
+    try:
+        document = parse_json(raw)
+        found = f"{document['format']} version {document['format_version']!r}"
+    except (KeyError, TypeError, ValueError) as error:
+        raise OutputError(f"{complaint} ({error!r})") from error
+    if found != f"{FORMAT} version {FORMAT_VERSION}":
+        raise OutputError(f"{path}: it is {found}, this program reads {FORMAT} version {FORMAT_VERSION}")
+    return typed(document, Manifest, complaint)

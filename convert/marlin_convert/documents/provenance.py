@@ -1,0 +1,33 @@
+"""provenance.json: who, when, how fast; never compared."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from marlin_convert.documents.codec import Sealed
+from marlin_convert.documents.fields import Number, Text, about
+
+
+class Stage(Struct, frozen=True):
+    """Time and bytes of one stage of the conversion."""
+
+    seconds: Annotated[float, Meta(ge=0), about("summed over threads")]
+    bytes: Annotated[Number, about("bytes that went through")]
+
+
+class Provenance(Sealed, frozen=True, kw_only=True):
+    """The whole of provenance.json."""
+
+    tool: Annotated[str, Meta(pattern="^marlin-convert "), about("program and version")]
+    when: Annotated[
+        str, Meta(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00$"), about("end of the conversion, UTC")
+    ]
+    host: Annotated[str, about("name of the machine")]
+    machine: Annotated[Text, about("what kind of machine")]
+    command: Annotated[tuple[str, ...], about("the command line, without secrets")]
+    source: Annotated[Text, about("where the source was")]
+    stages: Annotated[
+        dict[Annotated[str, Meta(pattern="^[a-z]+$")], Stage], about("time and bytes of each stage")
+    ]
