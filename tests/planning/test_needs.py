@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoints import Checkpoint, make_small
+from marlin_convert.checkpoint.fetcher import fetch_order, most_at_once
 from marlin_convert.checkpoint.source import open_source
 from marlin_convert.pipeline.expert_job import expert_jobs
 from marlin_convert.pipeline.tensor_job import tensor_jobs
 from marlin_convert.pipeline.unit_work import UnitWork
-from marlin_convert.planning.needs import fetch_order, most_at_once, needs, unit_files
+from marlin_convert.planning.needs import needs, unit_files
 from marlin_convert.planning.output import Options, plan_output
 
 

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
+from marlin_convert.checkpoint.fetcher import HubFetcher
 from marlin_convert.checkpoint.hub import HubStore, open_hub
 from marlin_convert.checkpoint.hub_errors import AGAIN, hub_errors
 from marlin_convert.checkpoint.hub_files import HubOptions
 from marlin_convert.checkpoint.source import INDEX_NAME, auxiliary_files, is_repository
 from marlin_convert.checkpoint.store import RECORD
 from marlin_convert.errors import MachineError, SourceError, UsageError
-from marlin_convert.files import machine_errors, write_atomic
+from marlin_convert.files import existing, machine_errors, write_atomic
+from marlin_convert.progress import Progress
 
+#: files at a time, where the options do not say
 WORKERS = 8
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -50,45 +50,31 @@ def download(
     """
     if not is_repository(repo):
         raise UsageError(f"{repo} is not the id of a hub repository; give org/name")
-    store = open_hub(repo, options)
+    store = open_hub(repo, replace(options, max_workers=options.max_workers or WORKERS))
     files = needed_files(store, include, exclude)
-    _refuse_full_disk(store, files)
+    fetcher = HubFetcher(store, {repo: files}, None, progress)
+    _refuse_full_disk(store.place, fetcher.room)
     if options.local_dir is None:
         folder = _pin_revision(store)
     else:
         folder = Path(options.local_dir)
         with machine_errors(f"creating {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
-    total, done, lock = sum(store.files[name].size for name in files), 0, Lock()
-    stopped = False
-
-    def count(size: int) -> None:
-        nonlocal done
-        if stopped:
-            raise InterruptedError
-        with lock:
-            done += size
-            if progress is not None:
-                progress(min(done, total), total)
-
-    with ThreadPoolExecutor(options.max_workers or WORKERS) as workers:
-        try:
-            for path in workers.map(lambda name: store.fetch(name, None, False, count), files):
-                folder = path.parent
-        except BaseException:
-            stopped = True
-            workers.shutdown(wait=False, cancel_futures=True)
-            raise
-    found = {name: store.files[name].size for name in files}
+    fetcher.start()
+    try:
+        fetcher.wait(files)
+    finally:
+        fetcher.stop()
+        fetcher.join()
     if options.local_dir is not None:
         record = {
             "repo": repo,
             "revision": store.commit,
-            "files": {name: [size, store.files[name].sha256] for name, size in found.items()},
+            "files": {name: [store.files[name].size, store.files[name].sha256] for name in files},
         }
         with machine_errors(f"writing {folder / RECORD}"):
             write_atomic(folder / RECORD, json.dumps(record, indent=1).encode())
-    return Downloaded(repo, store.commit, folder, found)
+    return Downloaded(repo, store.commit, folder, {name: store.files[name].size for name in files})
 
 
 def needed_files(store: HubStore, include: Sequence[str], exclude: Sequence[str]) -> list[str]:
@@ -133,16 +119,10 @@ def _pin_revision(store: HubStore) -> Path:
     return folder
 
 
-def _refuse_full_disk(store: HubStore, files: Sequence[str]) -> None:
+def _refuse_full_disk(place: Path, needed: int) -> None:
     """Raise MachineError before anything is fetched where not all fits."""
-    from marlin_convert.files import existing
-
-    place = existing(store.place)
-    needed, free = (
-        sum(store.files[name].size for name in files if store.find(name, None) is None),
-        shutil.disk_usage(place).free,
-    )
-    if needed > free:
+    place = existing(place)
+    if needed > (free := shutil.disk_usage(place).free):
         raise MachineError(
             f"{place}: {needed / 1e9:.1f} GB are to be fetched but only {free / 1e9:.1f} GB are free; free"
             " some space, or let `marlin-convert convert --free-source` keep only a few files at a time"

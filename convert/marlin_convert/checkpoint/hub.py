@@ -10,12 +10,14 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from marlin_convert.checkpoint.fetcher import Fetcher, HubFetcher, Needed
 from marlin_convert.checkpoint.header import Header, read_header
 from marlin_convert.checkpoint.hub_errors import AGAIN, hub_errors
 from marlin_convert.checkpoint.hub_files import Count, HubOptions, download_file, remove_fetched, wrong_file
 from marlin_convert.checkpoint.hub_reader import HubFile, HubReader, wrong_bytes
 from marlin_convert.checkpoint.store import START, FolderStore
 from marlin_convert.errors import MachineError, SourceError
+from marlin_convert.progress import Progress
 
 #: asked for first of each file: all of a small header; of a large one the length, and the rest is one more
 #: request
@@ -109,8 +111,12 @@ class HubStore:
     def path(self, name: str) -> Path:
         """A weight file on the disk; fetched now if nobody did before. Raises SourceError, MachineError."""
         if name not in self._paths:
-            self.fetch(name, None, False, lambda size: None)
+            self.fetch(name, None, lambda size: None)
         return self._paths[name]
+
+    def fetcher(self, needed: Needed, staging: Path, progress: Progress | None) -> Fetcher:
+        """Fetches into `staging` if files are to be freed, else to the chosen folder or the cache."""
+        return HubFetcher(self, needed, staging, progress)
 
     def forget(self, name: str) -> None:
         """The file is not there any more."""
@@ -128,12 +134,12 @@ class HubStore:
         )
         return Path(found) if isinstance(found, str) else None
 
-    def fetch(self, name: str, staging: Path | None, into_staging: bool, count: Count) -> Path:
+    def fetch(self, name: str, staging: Path | None, count: Count) -> Path:
         """Have a file on the disk, in size and sha256 what the hub publishes. `count` gets bytes as they
         come.
 
-        It is looked for in `staging`, too, and goes there if `into_staging`, else to the chosen folder or the
-        cache. What was there before this run is used if it is right and never removed, but for the staging
+        It is looked for in `staging`, too, and goes there if files are to be freed, else to the chosen folder
+        or the cache. What was there before this run is used if it is right and never removed, but for the staging
         folder, which is ours; what came now and is wrong is removed again. Raises SourceError, MachineError.
         """
         file = self._file(name)
@@ -152,7 +158,12 @@ class HubStore:
         for attempt in range(TRIES):
             try:
                 path = download_file(
-                    self.repo, self.commit, file, self.options, staging if into_staging else None, count
+                    self.repo,
+                    self.commit,
+                    file,
+                    self.options,
+                    staging if self.options.free_source else None,
+                    count,
                 )
             except MachineError as error:
                 # the client goes on by itself after most failures of the network, but not after all of them

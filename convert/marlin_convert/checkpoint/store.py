@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from marlin_convert.checkpoint.fetcher import Fetcher, LocalFiles, Needed
 from marlin_convert.checkpoint.header import Header, read_header
 from marlin_convert.errors import SourceError
 from marlin_convert.files import refuse_special
+from marlin_convert.progress import Progress
 
 #: written by `download` beside the files: where they come from
 RECORD = ".marlin-convert-source.json"
@@ -54,6 +56,9 @@ class Store(Protocol):
 
     def path(self, name: str) -> Path:
         """A weight file on the disk, whole."""
+
+    def fetcher(self, needed: Needed, staging: Path, progress: Progress | None) -> Fetcher:
+        """What brings the files that units need, in their order; nothing is fetched yet."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,10 @@ class FolderStore:
     def path(self, name: str) -> Path:
         """Where it lies."""
         return self.folder / name
+
+    def fetcher(self, needed: Needed, staging: Path, progress: Progress | None) -> Fetcher:
+        """All files are here."""
+        return LocalFiles()
 
 
 def recorded_origin(folder: Path) -> tuple[str, str] | None:

@@ -31,19 +31,18 @@ from marlin_convert.pipeline.budget import Budget, choose_budget
 from marlin_convert.pipeline.clear import clear_output, has_lost_files, reopen
 from marlin_convert.pipeline.executor import Executor, Job
 from marlin_convert.pipeline.expert_job import expert_jobs
-from marlin_convert.pipeline.fetching import fetching
 from marlin_convert.pipeline.finish import finish_output
 from marlin_convert.pipeline.kernel_check import Check, kernel_check
-from marlin_convert.pipeline.records import WorkFolder, locked
+from marlin_convert.pipeline.records import WORK, WorkFolder, locked
 from marlin_convert.pipeline.stages import Stages, Tools
 from marlin_convert.pipeline.tensor_job import tensor_jobs
 from marlin_convert.pipeline.unit_work import Kept, UnitWork
+from marlin_convert.planning.needs import needs
 from marlin_convert.planning.output import Options, OutputPlan, OutputUnit, plan_output
 from marlin_convert.planning.rules import expert_tensors
+from marlin_convert.progress import Progress
 from marlin_convert.reads import PieceReader
 from marlin_convert.shards.finished import FinishedUnit
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -142,8 +141,10 @@ def _convert(
         }
     found, kept = len(records), kept_digests(out, source)
     left = [unit for unit in plan.units if unit.name not in records]
-    fetched = fetching(source, plan, left, out, fetch_progress)
-    refuse_full_disk(out, plan, records, fetched.place, fetched.room)
+    fetcher = source.store.fetcher(
+        needs(source, plan, left), (out / WORK / "staging").resolve(), fetch_progress
+    )
+    refuse_full_disk(out, plan, records, fetcher.place or out, fetcher.room)
     for parent in sorted(
         {(out / plan.path(unit, rank)).parent for unit in plan.units for rank in unit.ranks}
     ):
@@ -157,24 +158,24 @@ def _convert(
                 f"a weight file was changed while {done.unit.name} was being converted; fetch it again, then"
                 " use --overwrite"
             )
-        fetched.supply.check(done.unit.name)
+        fetcher.check(done.unit.name)
         if run_kernel is not None:
             run_kernel(done.unit)
         work.record(record)
         records[record.name] = record
-        fetched.supply.recorded(done.unit.name)
+        fetcher.release(done.unit.name)
 
     # what has just been fetched and hashed is in the page cache: reading past it would read the disk
     reader = PieceReader(source.path, direct_io and source.folder is not None)
     tools = Tools(
-        fetched.supply,
+        fetcher,
         reader,
         BufferPool(budget.memory),
         stages,
         verify != "none",
         _counter(source, left, progress),
     )
-    fetched.supply.start()
+    fetcher.start()
     Executor(tools, budget.threads, finished).run(
         _jobs(source, plan, left, out, identity, budget, direct_io, kept)
     )

@@ -88,7 +88,7 @@ class Executor:
                 self._fail(error)
 
     def _run(self, job: Job) -> None:
-        self._tools.supply.wait(job.files)
+        self._tools.fetcher.wait(job.files)
         job.work.open()
         self._tools.reader.open_files(job.files)
         try:
@@ -109,4 +109,4 @@ class Executor:
                 self._failure = error
         self._stop.set()
         self._tools.pool.stop()
-        self._tools.supply.stop()
+        self._tools.fetcher.stop()

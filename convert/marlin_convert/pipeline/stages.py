@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from threading import Lock
 
 from marlin_convert.buffers import BufferPool
-from marlin_convert.checkpoint.staging import Supply
+from marlin_convert.checkpoint.fetcher import Fetcher
 from marlin_convert.reads import PieceReader
 
 #: `repack` includes the exact check, where it is on: what was made is inverted and compared piece by piece,
@@ -42,7 +42,7 @@ class Tools:
     written.
     """
 
-    supply: Supply
+    fetcher: Fetcher
     reader: PieceReader
     pool: BufferPool
     stages: Stages

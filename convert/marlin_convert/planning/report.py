@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from marlin_convert.checkpoint.hub import HubStore
+from marlin_convert.checkpoint.fetcher import fetch_order, most_at_once
 from marlin_convert.checkpoint.hub_files import HubOptions
 from marlin_convert.checkpoint.source import Source, open_source
 from marlin_convert.files import existing
-from marlin_convert.planning.needs import fetch_order, most_at_once, needs
+from marlin_convert.planning.needs import needs
 from marlin_convert.planning.output import Options, OutputPlan, OutputUnit, plan_output
 from marlin_convert.shards.format import is_filler
 
@@ -98,11 +98,10 @@ class PlanReport:
         """Of a repository: bytes that come over the wire, and how many of them lie on the disk at a time with
         --free-source.
         """
-        store = self.source.store
-        if not isinstance(store, HubStore):
+        if self.source.folder is not None:
             return None
         needed = needs(self.source, self.output, self.output.units)
-        sizes = {name: file.size for name, file in store.files.items()}
+        sizes = {header.file: header.size for header in self.source.headers}
         return sum(sizes[name] for name in fetch_order(needed)), most_at_once(needed, sizes)
 
     def groups(self) -> list[list[OutputUnit]]:

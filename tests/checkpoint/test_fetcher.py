@@ -1,4 +1,4 @@
-"""Staging: what is fetched when, how much at once, and what goes when."""
+"""Fetching for a conversion: what is fetched when, how much at once, and what is removed when."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from marlin_convert.checkpoint.fetcher import HubFetcher, sweep
 from marlin_convert.checkpoint.hub_files import HubOptions
-from marlin_convert.checkpoint.staging import Stager, sweep
 from marlin_convert.errors import MachineError, SourceError
 
 SECONDS = 10
@@ -22,13 +22,16 @@ class Store:
     """A store whose files come at once."""
 
     def __init__(self, names: str) -> None:
-        self.options = HubOptions()
+        self.options, self.place = HubOptions(free_source=True), Path()
         self.files = {name: SimpleNamespace(size=1) for name in names}
         self.fetched: list[str] = []
         self.paths: dict[str, Path] = {}
         self.broken: set[str] = set()
 
-    def fetch(self, name: str, staging: Path, into_staging: bool, count: Callable[[int], None]) -> Path:
+    def find(self, name: str, staging: Path | None) -> None:
+        return None
+
+    def fetch(self, name: str, staging: Path, count: Callable[[int], None]) -> Path:
         self.fetched.append(name)
         if name in self.broken:
             raise MachineError(f"no {name}")
@@ -45,17 +48,12 @@ class Store:
         del self.paths[name]
 
 
-def stager(
+def hub_fetcher(
     store: Store, needed: dict[str, str], folder: Path, look_ahead: int = 2, progress: Any = None
-) -> Stager:
-    return Stager(
-        store,  # type: ignore[arg-type]  # a stand-in with the few methods that are used
-        {unit: tuple(files) for unit, files in needed.items()},
-        folder / "staging",
-        True,
-        look_ahead,
-        progress,
-    )
+) -> HubFetcher:
+    # the store is a stand-in with the few methods that are used
+    files = {unit: tuple(files) for unit, files in needed.items()}
+    return HubFetcher(store, files, folder / "staging", progress, look_ahead)  # type: ignore[arg-type]
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -69,29 +67,29 @@ def until(true: Callable[[], bool]) -> None:
 
 def test_looks_ahead_and_lets_go(tmp_path: Path) -> None:
     store, told = Store("abcdef"), []
-    supply = stager(
+    fetcher = hub_fetcher(
         store,
         {"1": "a", "2": "b", "3": "cd", "4": "ae", "5": "f"},
         tmp_path,
         progress=lambda done, total: told.append((done, total)),
     )
-    supply.start()
-    supply.wait("a")
+    fetcher.start()
+    fetcher.wait("a")
     until(lambda: len(store.fetched) == 3)
     time.sleep(0.1)
     assert sorted(store.fetched) == ["a", "b", "c"]
-    supply.recorded("1")  # a is needed again by 4
+    fetcher.release("1")  # a is needed again by 4
     time.sleep(0.1)
     assert sorted(store.fetched) == ["a", "b", "c"]
-    supply.recorded("2")
-    supply.wait("cd")
+    fetcher.release("2")
+    fetcher.wait("cd")
     assert sorted(path.name for path in (tmp_path / "staging").iterdir()) == ["a", "c", "d"]
-    supply.check("3")
-    supply.recorded("3")
-    supply.wait("ae")
-    supply.recorded("4")
-    supply.wait("f")
-    supply.recorded("5")
+    fetcher.check("3")
+    fetcher.release("3")
+    fetcher.wait("ae")
+    fetcher.release("4")
+    fetcher.wait("f")
+    fetcher.release("5")
     assert list((tmp_path / "staging").iterdir()) == []
     assert told[0] == (0, 6)
     assert told[-1] == (6, 6)
@@ -99,60 +97,60 @@ def test_looks_ahead_and_lets_go(tmp_path: Path) -> None:
 
 def test_a_unit_that_needs_more_than_is_looked_ahead(tmp_path: Path) -> None:
     store = Store("abcde")
-    supply = stager(store, {"1": "abcd", "2": "e"}, tmp_path, look_ahead=0)
-    supply.start()
-    supply.wait("abcd")
+    fetcher = hub_fetcher(store, {"1": "abcd", "2": "e"}, tmp_path, look_ahead=0)
+    fetcher.start()
+    fetcher.wait("abcd")
     assert sorted(store.fetched) == ["a", "b", "c", "d"]
-    supply.recorded("1")
-    supply.wait("e")
+    fetcher.release("1")
+    fetcher.wait("e")
 
 
 def test_units_that_are_made_out_of_order(tmp_path: Path) -> None:
-    supply = stager(Store("abcd"), {"1": "a", "2": "b", "3": "c", "4": "d"}, tmp_path)
-    supply.start()
-    supply.wait("abc")
-    supply.recorded("3")
-    supply.recorded("2")
-    supply.wait("d")
+    fetcher = hub_fetcher(Store("abcd"), {"1": "a", "2": "b", "3": "c", "4": "d"}, tmp_path)
+    fetcher.start()
+    fetcher.wait("abc")
+    fetcher.release("3")
+    fetcher.release("2")
+    fetcher.wait("d")
     assert sorted(path.name for path in (tmp_path / "staging").iterdir()) == ["a", "d"]
 
 
 def test_a_failure_reaches_who_waits(tmp_path: Path) -> None:
     store = Store("abcd")
     store.broken.add("b")
-    supply = stager(store, {"1": "a", "2": "b", "3": "c", "4": "d"}, tmp_path)
-    supply.start()
+    fetcher = hub_fetcher(store, {"1": "a", "2": "b", "3": "c", "4": "d"}, tmp_path)
+    fetcher.start()
     with pytest.raises(MachineError, match="no b"):
-        supply.wait("b")
+        fetcher.wait("b")
 
 
 def test_stopping_wakes_who_waits(tmp_path: Path) -> None:
     store, woken = Store("abcd"), threading.Event()
-    supply = stager(store, {"1": "a", "2": "b", "3": "c", "4": "d"}, tmp_path)
-    supply.start()
+    fetcher = hub_fetcher(store, {"1": "a", "2": "b", "3": "c", "4": "d"}, tmp_path)
+    fetcher.start()
 
     def wait() -> None:
         with pytest.raises(InterruptedError):
-            supply.wait("d")
+            fetcher.wait("d")
         woken.set()
 
     threading.Thread(target=wait, daemon=True).start()
-    supply.stop()
+    fetcher.stop()
     assert woken.wait(SECONDS)
     assert "d" not in store.fetched
 
 
 def test_a_file_that_is_touched(tmp_path: Path) -> None:
     store = Store("a")
-    supply = stager(store, {"1": "a"}, tmp_path)
-    supply.start()
-    supply.wait("a")
+    fetcher = hub_fetcher(store, {"1": "a"}, tmp_path)
+    fetcher.start()
+    fetcher.wait("a")
     store.path("a").write_bytes(b"xy")
     with pytest.raises(SourceError, match="a was changed"):
-        supply.check("1")
+        fetcher.check("1")
     store.path("a").unlink()
     with pytest.raises(SourceError, match="a has gone"):
-        supply.check("1")
+        fetcher.check("1")
 
 
 def test_sweeping(tmp_path: Path) -> None:

@@ -1,0 +1,241 @@
+"""The source files that units of the output read: at hand in a folder, or fetched from the hub a little
+ahead of the units and removed once the last unit that reads them is recorded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from threading import Condition, Thread
+from typing import TYPE_CHECKING, Protocol
+
+from marlin_convert.errors import SourceError
+from marlin_convert.progress import Progress
+
+if TYPE_CHECKING:
+    from marlin_convert.checkpoint.hub import HubStore
+
+#: downloads at a time: while one is hashed the other keeps the link busy, and little is under way at the end
+WORKERS = 2
+#: files that are fetched beyond the one that is needed now
+LOOK_AHEAD = 2
+#: the files that each unit reads, units in the order in which they are made, files in the order of need
+Needed = Mapping[str, Sequence[str]]
+
+
+class Fetcher(Protocol):
+    """Brings source files to the disk. It takes `room` more bytes at `place`, or with its staging folder
+    where `place` is None.
+    """
+
+    place: Path | None = None
+    room: int = 0
+
+    def start(self) -> None:
+        """Begin to fetch."""
+
+    def wait(self, files: Iterable[str]) -> None:
+        """Return once these files can be read. Raises SourceError, MachineError; InterruptedError after
+        `stop`.
+        """
+
+    def check(self, unit: str) -> None:
+        """Compare a unit's files with what they were when they came. Raises SourceError."""
+
+    def release(self, unit: str) -> None:
+        """A unit is made and recorded: files that no other unit needs may be removed."""
+
+    def stop(self) -> None:
+        """Fetch nothing more; wake all who wait."""
+
+
+class LocalFiles(Fetcher):
+    """The files of a folder: nothing to fetch, nothing to remove; the conversion checks the whole folder."""
+
+    def start(self) -> None: ...
+
+    def wait(self, files: Iterable[str]) -> None: ...
+
+    def check(self, unit: str) -> None: ...
+
+    def release(self, unit: str) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class HubFetcher(Fetcher):
+    """The files of a repository.
+
+    At most `look_ahead` + 1 files are held, under way or there, unless the oldest unit that is not released
+    needs more than that. Files that lie in `staging` are removed when no unit needs them any more; others are
+    never touched.
+    """
+
+    def __init__(
+        self,
+        store: HubStore,
+        needed: Needed,
+        staging: Path | None,
+        progress: Progress | None,
+        look_ahead: int = LOOK_AHEAD,
+    ) -> None:
+        self._store, self._staging, self._look_ahead, self._progress = store, staging, look_ahead, progress
+        self._needed, self._queue = dict(needed), fetch_order(needed)
+        self._total, self._bytes = sum(store.files[file].size for file in self._queue), 0
+        self.place = None if staging is not None and store.options.free_source else store.place
+        self.room = self._room()
+        self._held: set[str] = set()
+        self._ready: dict[str, os.stat_result] = {}
+        self._failure: BaseException | None = None
+        self._stopped = False
+        self._change = Condition()
+        self._threads = [
+            Thread(target=self._work, name=f"fetch-{i}", daemon=True)
+            for i in range(store.options.max_workers or WORKERS)
+        ]
+
+    def start(self) -> None:
+        """Remove what no unit needs from an earlier run's staging, then begin to fetch."""
+        if self._staging is not None:
+            sweep(self._staging, set(self._queue))
+        if self._progress is not None:
+            self._progress(0, self._total)
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self, files: Iterable[str]) -> None:
+        """See `Fetcher`."""
+        files = tuple(files)
+        with self._change:
+            while not all(file in self._ready for file in files):
+                if self._failure is not None:
+                    raise self._failure
+                if self._stopped:
+                    raise InterruptedError
+                self._change.wait()
+
+    def check(self, unit: str) -> None:
+        """See `Fetcher`."""
+        for file in self._needed[unit]:
+            before = self._ready[file]
+            try:
+                now = self._store.path(file).stat()
+            except OSError as error:
+                raise SourceError(
+                    f"{file} has gone while {unit} was being converted: {error.strerror}; run the same"
+                    " command again"
+                ) from error
+            if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+                raise SourceError(
+                    f"{file} was changed while {unit} was being converted; run the same command again"
+                )
+
+    def release(self, unit: str) -> None:
+        """See `Fetcher`."""
+        with self._change:
+            done = self._needed.pop(unit)
+            for file in set(done).difference(*self._needed.values()):
+                path = self._store.path(file)
+                if path.parent == self._staging:
+                    path.unlink(missing_ok=True)
+                self._store.forget(file)
+                self._held.discard(file)
+            self._change.notify_all()
+
+    def stop(self) -> None:
+        """See `Fetcher`. A download under way breaks off at its next piece."""
+        with self._change:
+            self._stopped = True
+            self._change.notify_all()
+
+    def join(self) -> None:
+        """Wait until no download is under way, so that none leaves a part of a file behind."""
+        for thread in self._threads:
+            thread.join()
+
+    def _room(self) -> int:
+        """Bytes that files still to be fetched take on the disk: all of them, or the most at a time."""
+        store, staging = self._store, self._staging
+        sizes = {file: store.files[file].size for file in self._queue}
+        if self.place is not None or staging is None:
+            return sum(size for file, size in sizes.items() if store.find(file, staging) is None)
+        to_stage = {file: 0 if store.find(file, None) else size for file, size in sizes.items()}
+        staged = sum(path.stat().st_size for path in staging.glob("*") if path.name in sizes)
+        return max(most_at_once(self._needed, to_stage, self._look_ahead) - staged, 0)
+
+    def _work(self) -> None:
+        try:
+            while (file := self._next()) is not None:
+                status = self._store.fetch(file, self._staging, self._count).stat()
+                with self._change:
+                    self._ready[file] = status
+                    self._change.notify_all()
+        except BaseException as error:
+            with self._change:
+                self._failure = self._failure or error
+                self._stopped = True
+                self._change.notify_all()
+
+    def _next(self) -> str | None:
+        """The next file, once it may be fetched; None when there is none or it is over."""
+        with self._change:
+            while self._queue and not self._stopped:
+                oldest = next(iter(self._needed.values()), ())
+                if len(self._held) <= self._look_ahead or self._queue[0] in oldest:
+                    self._held.add(self._queue[0])
+                    return self._queue.pop(0)
+                self._change.wait()
+            return None
+
+    def _count(self, size: int) -> None:
+        with self._change:
+            if self._stopped:
+                raise InterruptedError
+            self._bytes += size
+            if self._progress is not None:
+                self._progress(max(min(self._bytes, self._total), 0), self._total)
+
+
+def fetch_order(needed: Needed) -> list[str]:
+    """Every file once, in the order in which it is first needed."""
+    return list(dict.fromkeys(file for files in needed.values() for file in files))
+
+
+def most_at_once(needed: Needed, sizes: Mapping[str, int], look_ahead: int = LOOK_AHEAD) -> int:
+    """The most bytes of source files on the disk together, where each is removed as soon as the last unit
+    that needs it is made.
+
+    While a unit is made these are its files, earlier ones that later units need again, and the next ones up
+    to `look_ahead` + 1 in all.
+    """
+    order, units = fetch_order(needed), list(needed.values())
+    last = {file: i for i, files in enumerate(units) for file in files}
+    fetched: set[str] = set()
+    most = 0
+    for i, files in enumerate(units):
+        fetched |= set(files)
+        held = {file for file in fetched if last[file] >= i}
+        for file in order:
+            if len(held) > look_ahead:
+                break
+            if file not in fetched:
+                fetched.add(file)
+                held.add(file)
+        most = max(most, sum(sizes[file] for file in held))
+    return most
+
+
+def sweep(staging: Path, wanted: set[str]) -> None:
+    """Remove from a staging folder all but the wanted files: other files, and what a killed download left
+    half-done.
+    """
+    if not staging.is_dir():
+        return
+    for path in staging.iterdir():
+        if path.is_file() and path.name not in wanted:
+            path.unlink()
+    for path in staging.glob(".cache/huggingface/download/*.incomplete"):
+        with suppress(OSError):
+            path.unlink()
