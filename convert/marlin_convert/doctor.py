@@ -255,8 +255,8 @@ def _numba_cache() -> dict[str, Any]:
     is no error.
     """
     try:
-        words = importlib.import_module("marlin_convert.layout.words")
-        path = words.pack_words.stats.cache_path
+        qweight = importlib.import_module("marlin_convert.layout.qweight")
+        path = qweight.pack_qweight.stats.cache_path
     except Exception as error:  # a broken numba is an answer
         return {"writable": False, "path": None, "reason": one_line(error)}
     reason = (

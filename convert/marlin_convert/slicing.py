@@ -67,9 +67,9 @@ class Topology:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a tensor is divided: into `parts` equal slices along `axis`, slice i on the `replicas` consecutive
-    ranks from i * replicas on (more than one where there are fewer slices than ranks, such as heads of keys and
-    values). `axis` None: whole, on every rank.
+    """How a tensor is divided: into `parts` equal slices along `axis`, each on `replicas` consecutive ranks (more
+    than one where there are fewer slices than ranks, such as heads of keys and values), and from the first slice
+    again where the ranks go on. `axis` None: whole, on every rank.
     """
 
     axis: int | None = None
@@ -78,7 +78,7 @@ class Cut:
 
     def index(self, rank: Rank) -> int:
         """The slice a rank holds."""
-        return 0 if self.axis is None or rank is None else rank // self.replicas
+        return 0 if self.axis is None or rank is None else rank // self.replicas % self.parts
 
     def holders(self, ranks: Sequence[Rank]) -> dict[int, tuple[Rank, ...]]:
         """Who of `ranks` holds which slice; slices that none of them holds are left out."""
@@ -89,7 +89,7 @@ class Cut:
 
     def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of one slice of a tensor of `shape`."""
-        return tuple(n // self.parts if axis == self.axis else n for axis, n in enumerate(shape))
+        return tuple(map(len, self.block(shape, 0)))
 
     def block(self, shape: Sequence[int], index: int) -> tuple[range, ...]:
         """Slice `index` of a tensor of `shape`, as a range of each axis."""
@@ -99,6 +99,8 @@ class Cut:
 
 
 def span(extent: int, parts: int, index: int) -> range:
-    """Slice `index` of `extent` things in `parts` equal slices."""
-    size = extent // parts
+    """Slice `index` of `extent` things in `parts` equal slices. Raises ValueError where there is none."""
+    size, rest = divmod(extent, parts)
+    if rest or not 0 <= index < parts:
+        raise ValueError(f"{extent} has no slice {index} of {parts} equal ones")
     return range(index * size, (index + 1) * size)

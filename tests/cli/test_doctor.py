@@ -102,13 +102,13 @@ def test_a_missing_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 def test_no_place_for_compiled_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fake = types.SimpleNamespace(
-        pack_words=types.SimpleNamespace(stats=types.SimpleNamespace(cache_path=None))
+        pack_qweight=types.SimpleNamespace(stats=types.SimpleNamespace(cache_path=None))
     )
     real = importlib.import_module
     monkeypatch.setattr(
         importlib,
         "import_module",
-        lambda name: fake if name == "marlin_convert.layout.words" else real(name),
+        lambda name: fake if name == "marlin_convert.layout.qweight" else real(name),
     )
     found = examine(tmp_path)
     assert not found.numba_cache["writable"]

@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from experts import empty_stack, shape_of, slice_of
 from marlin_convert.layout import marlin
-from marlin_convert.layout.moe import MarlinU4B8
-from marlin_convert.layout.protocol import ExpertShape
-from marlin_convert.layout.rows import Rows
+from marlin_convert.layout.marlin_moe import MarlinU4B8
+from marlin_convert.layout.protocol import Role
 
 Load = Callable[[str], NDArray[Any]]
 
 SHAPES = ["k16.n64", "k64.n64", "k128.n64", "k64.n128", "k256.n256"]
-MOE = ExpertShape(hidden=256, intermediate=128, group_size=32, moe_tp=1)
+MOE = shape_of(256, 128, 32, 1)
+LAYOUT = MarlinU4B8()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -41,60 +42,44 @@ def test_scales(golden: Load, group: int) -> None:
     np.testing.assert_array_equal(marlin.unpack_scale(stored, group, 256), published)
 
 
-def rows64(array: NDArray[Any]) -> Rows:
-    return Rows.of(array.view(np.uint64))
+def published(golden: Load, expert: int) -> dict[tuple[str, Role], NDArray[Any]]:
+    """An expert's matrices as published: gate and up are the halves of what was recorded as w13."""
+    w13, s13 = golden("moe_m5.w13_ct")[expert], golden("moe_m5.s13_ct")[expert]
+    w2, s2 = golden("moe_m5.w2_ct")[expert], golden("moe_m5.s2_ct")[expert]
+    return {
+        ("gate_proj", Role.WEIGHT): w13[:128],
+        ("gate_proj", Role.SCALE): s13[:128],
+        ("up_proj", Role.WEIGHT): w13[128:],
+        ("up_proj", Role.SCALE): s13[128:],
+        ("down_proj", Role.WEIGHT): w2,
+        ("down_proj", Role.SCALE): s2,
+    }
+
+
+def stored(golden: Load, expert: int) -> dict[str, NDArray[Any]]:
+    """An expert's tensors as the fused kernel read them."""
+    return {
+        "w13_weight_packed": golden("moe_m5.w13_marlin")[expert],
+        "w13_weight_scale": golden("moe_m5.s13_marlin")[expert],
+        "w2_weight_packed": golden("moe_m5.w2_marlin")[expert],
+        "w2_weight_scale": golden("moe_m5.s2_marlin")[expert],
+    }
 
 
 @pytest.mark.parametrize("expert", range(4))
 def test_moe_layer(golden: Load, expert: int) -> None:
     """w13 and w2 as the fused kernel reads them, from gate, up and down apart."""
-    layout = MarlinU4B8()
-    made = {
-        tensor.name: np.full(tensor.shape, 77, np.int32 if tensor.dtype == "I32" else np.uint16)
-        for tensor in layout.stacked(MOE)
-    }
-    w13, s13 = golden("moe_m5.w13_ct")[expert], golden("moe_m5.s13_ct")[expert]
-    parts = {
-        "gate_proj": (w13[:128], s13[:128]),
-        "up_proj": (w13[128:], s13[128:]),
-        "down_proj": (golden("moe_m5.w2_ct")[expert], golden("moe_m5.s2_ct")[expert]),
-    }
-    for projection, (packed, scale) in parts.items():
-        words, scales = layout.targets(projection)
-        places = (
-            MOE,
-            projection,
-            0,
-            rows64(packed),
-            Rows.of(scale),
-            rows64(made[words]),
-            Rows.of(made[scales]),
-        )
-        layout.pack(*places)
-        assert layout.mismatch(*places) is None
-    for part, name in (("w13", "13"), ("w2", "2")):
-        np.testing.assert_array_equal(made[f"{part}_weight_packed"], golden(f"moe_m5.w{name}_marlin")[expert])
-        np.testing.assert_array_equal(made[f"{part}_weight_scale"], golden(f"moe_m5.s{name}_marlin")[expert])
+    made = empty_stack(LAYOUT, MOE)
+    part = slice_of(LAYOUT, MOE, published(golden, expert), made, 0)
+    assert LAYOUT.batch(MOE, [part]).pack(check=True) is None
+    for name, expected in stored(golden, expert).items():
+        np.testing.assert_array_equal(made[name], expected)
 
 
 @pytest.mark.parametrize("expert", range(4))
 def test_moe_layer_comes_back(golden: Load, expert: int) -> None:
-    layout = MarlinU4B8()
-    stored = {
-        f"{part}_weight_{what}": golden(f"moe_m5.{letter}{number}_marlin")[expert]
-        for part, number in (("w13", "13"), ("w2", "2"))
-        for what, letter in (("packed", "w"), ("scale", "s"))
-    }
-    published = {
-        "gate_proj": (golden("moe_m5.w13_ct")[expert][:128], golden("moe_m5.s13_ct")[expert][:128]),
-        "up_proj": (golden("moe_m5.w13_ct")[expert][128:], golden("moe_m5.s13_ct")[expert][128:]),
-        "down_proj": (golden("moe_m5.w2_ct")[expert], golden("moe_m5.s2_ct")[expert]),
-    }
-    for projection, (packed, scale) in published.items():
-        words, scales = (stored[name] for name in layout.targets(projection))
-        packed_back, scale_back = np.zeros_like(packed), np.zeros_like(scale)
-        layout.unpack(
-            MOE, projection, 0, rows64(words), Rows.of(scales), rows64(packed_back), Rows.of(scale_back)
-        )
-        np.testing.assert_array_equal(packed_back, packed)
-        np.testing.assert_array_equal(scale_back, scale)
+    expected = published(golden, expert)
+    back = {key: np.zeros_like(array) for key, array in expected.items()}
+    assert LAYOUT.unpack(MOE, slice_of(LAYOUT, MOE, back, stored(golden, expert), 0)) == ()
+    for key, array in expected.items():
+        np.testing.assert_array_equal(back[key], array)

@@ -18,8 +18,10 @@ from marlin_convert.layout.jit import jit
 
 CHILD = """
 import marlin_convert.layout.scales as scales, numpy as np
+from marlin_convert.layout.rows import RowView
 out = np.zeros(64, np.uint16)
-scales.pack_scales(np.arange(64, dtype=np.uint16), 0, 1, 64, 1, scales.GROUPED, out, 0, 64)
+source = RowView.of(np.arange(64, dtype=np.uint16).reshape(64, 1))
+scales.pack_scales(source, RowView.of(out.reshape(1, 64)), scales.GROUPED)
 print(scales.__file__, type(scales.pack_scales._cache).__name__, out[:9].tolist(), sep="|")
 """
 

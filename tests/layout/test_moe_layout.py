@@ -12,9 +12,12 @@ import pytest
 from numpy.typing import NDArray
 
 from checkpoints import expected_codes, expected_scales, pack_codes
-from marlin_convert.layout.moe import LAYOUTS, MarlinU4B8
-from marlin_convert.layout.protocol import PROJECTIONS, ExpertShape
-from marlin_convert.layout.rows import Rows
+from experts import empty_stack, mismatch, shape_of, slice_of
+from marlin_convert.errors import UsageError
+from marlin_convert.kernels.quant_types import kernel_type
+from marlin_convert.layout import get_layout, known_layouts
+from marlin_convert.layout.marlin_moe import MarlinU4B8
+from marlin_convert.layout.protocol import PROJECTIONS, ExpertShape, ExpertSlice, Role
 from marlin_convert.slicing import Topology
 from oracle import Matrix, oracle_experts, oracle_rank_slices, published_codes, read_scales, read_weights
 
@@ -36,7 +39,7 @@ class Expert:
 
 
 def make_expert(hidden: int, intermediate: int, group: int, moe_tp: int, expert: int = 0) -> Expert:
-    shape = ExpertShape(hidden, intermediate, group, moe_tp)
+    shape = shape_of(hidden, intermediate, group, moe_tp)
     packed, scale = {}, {}
     for projection in PROJECTIONS:
         out, inputs = shape.matrix(projection)
@@ -46,37 +49,32 @@ def make_expert(hidden: int, intermediate: int, group: int, moe_tp: int, expert:
     return Expert(shape, packed, scale)
 
 
-def rows64(array: NDArray[Any]) -> Rows:
-    return Rows.of(array.view(np.uint64))
+def matrices(expert: Expert) -> dict[tuple[str, Role], NDArray[Any]]:
+    """The source matrices by projection and role."""
+    both = ((Role.WEIGHT, expert.packed), (Role.SCALE, expert.scale))
+    return {(projection, role): arrays[projection] for projection in PROJECTIONS for role, arrays in both}
 
 
 def pack_rank(expert: Expert, index: int) -> dict[str, NDArray[Any]]:
     """The stacked tensors of one expert, made in memory that was not zero."""
-    made = {
-        t.name: np.full(t.shape, 0x5A5A, np.int32 if t.dtype == "I32" else np.uint16)
-        for t in LAYOUT.stacked(expert.shape)
-    }
-    for projection in PROJECTIONS:
-        LAYOUT.pack(*places(expert, index, made, projection))
+    made = empty_stack(LAYOUT, expert.shape)
+    assert LAYOUT.batch(expert.shape, [places(expert, index, made)]).pack(check=True) is None
     return made
 
 
-def places(expert: Expert, index: int, made: dict[str, NDArray[Any]], projection: str) -> tuple[Any, ...]:
-    words, scales = (made[name] for name in LAYOUT.targets(projection))
-    return (
-        expert.shape,
-        projection,
-        index,
-        rows64(expert.packed[projection]),
-        Rows.of(expert.scale[projection]),
-        rows64(words),
-        Rows.of(scales),
-    )
+def places(expert: Expert, index: int, made: dict[str, NDArray[Any]]) -> ExpertSlice:
+    return slice_of(LAYOUT, expert.shape, matrices(expert), made, index)
+
+
+def where(expert: Expert, index: int, made: dict[str, NDArray[Any]]) -> tuple[str, str] | None:
+    """Projection and place of the first difference between slice `index` of an expert and what was made."""
+    found = mismatch(LAYOUT, expert.shape, [places(expert, index, made)])
+    return None if found is None else (found.projection, found.where)
 
 
 def assert_is_the_oracles(expert: Expert, made: dict[str, NDArray[Any]], rank: int, tp: int, ep: int) -> None:
     expected = oracle_rank_slices(*expert.oracle, rank=rank, tp=tp, ep=ep)
-    group, hidden = expert.shape.group_size, expert.shape.hidden
+    group, hidden = expert.shape.scheme.group_size, expert.shape.hidden
     np.testing.assert_array_equal(read_weights(made["w13_weight_packed"]), expected.w13_codes)
     np.testing.assert_array_equal(read_scales(made["w13_weight_scale"], group, hidden), expected.w13_scales)
     np.testing.assert_array_equal(read_weights(made["w2_weight_packed"]), expected.w2_codes)
@@ -131,7 +129,7 @@ def test_every_rank_holds_what_the_oracle_says(tp: int, ep: int) -> None:
 )
 def test_other_sizes_and_groups(hidden: int, intermediate: int, group: int, moe_tp: int) -> None:
     expert = make_expert(hidden, intermediate, group, moe_tp)
-    assert LAYOUT.why_not(expert.shape) is None
+    assert LAYOUT.validate(expert.shape) is None
     for rank in range(moe_tp):
         assert_is_the_oracles(expert, pack_rank(expert, rank), rank, moe_tp, 1)
 
@@ -174,7 +172,7 @@ def test_padding_is_zero_words_and_zero_scales_at_the_end_of_each_half() -> None
 
 @pytest.mark.parametrize(("moe_tp", "padded"), [(1, 2048), (8, 256), (16, 128), (32, 64), (64, 64)])
 def test_stored_shapes_of_the_published_model(moe_tp: int, padded: int) -> None:
-    shape = ExpertShape(7168, 2048, 32, moe_tp)
+    shape = shape_of(7168, 2048, 32, moe_tp)
     assert LAYOUT.padded(shape) == padded
     assert [(t.name, t.dtype, t.shape) for t in LAYOUT.stacked(shape)] == [
         ("w13_weight_packed", "I32", (448, 4 * padded)),
@@ -185,13 +183,18 @@ def test_stored_shapes_of_the_published_model(moe_tp: int, padded: int) -> None:
 
 
 def test_what_the_layout_says_of_itself() -> None:
-    assert LAYOUTS["moe_wna16_marlin.u4b8"] == LAYOUT
-    assert (LAYOUT.id, LAYOUT.num_bits, LAYOUT.symmetric) == ("moe_wna16_marlin.u4b8", 4, True)
-    assert LAYOUT.b_q_type == ("uint4b8", 1125899907892224)
-    assert [LAYOUT.targets(p) for p in PROJECTIONS] == [
-        ("w13_weight_packed", "w13_weight_scale"),
-        ("w13_weight_packed", "w13_weight_scale"),
-        ("w2_weight_packed", "w2_weight_scale"),
+    assert get_layout("moe_wna16_marlin.u4b8") == LAYOUT
+    assert known_layouts() == ("moe_wna16_marlin.u4b8",)
+    with pytest.raises(UsageError, match=r"no layout marlin; known are moe_wna16_marlin\.u4b8"):
+        get_layout("marlin")
+    kernel = kernel_type(LAYOUT.id)
+    assert kernel is not None
+    assert (kernel.name, kernel.id, kernel.num_bits) == ("uint4b8", 1125899907892224, 4)
+    assert [(t.name, t.role, t.projections) for t in LAYOUT.stacked(shape_of(7168, 2048, 32, 8))] == [
+        ("w13_weight_packed", Role.WEIGHT, ("gate_proj", "up_proj")),
+        ("w13_weight_scale", Role.SCALE, ("gate_proj", "up_proj")),
+        ("w2_weight_packed", Role.WEIGHT, ("down_proj",)),
+        ("w2_weight_scale", Role.SCALE, ("down_proj",)),
     ]
 
 
@@ -207,9 +210,7 @@ def test_the_ranks_together_give_the_source_back(intermediate: int, group: int, 
     )
     for index in range(moe_tp):
         made = pack_rank(expert, index)
-        for projection in PROJECTIONS:
-            shape, name, at, packed, scale, words, scales = places(back, index, made, projection)
-            LAYOUT.unpack(shape, name, at, words, scales, packed, scale)
+        assert LAYOUT.unpack(expert.shape, places(back, index, made)) == ()
     for projection in PROJECTIONS:
         np.testing.assert_array_equal(back.packed[projection], expert.packed[projection])
         np.testing.assert_array_equal(back.scale[projection], expert.scale[projection])
@@ -218,27 +219,23 @@ def test_the_ranks_together_give_the_source_back(intermediate: int, group: int, 
 @pytest.mark.parametrize(
     "name", ["w13_weight_packed", "w13_weight_scale", "w2_weight_packed", "w2_weight_scale"]
 )
-def test_padding_that_is_not_zero_is_refused_and_found(name: str) -> None:
+def test_padding_that_is_not_zero_is_found(name: str) -> None:
     expert = make_expert(128, 2048, 32, 64)
     made = pack_rank(expert, 2)
     zeros = np.argwhere(made[name] == 0)
     assert len(zeros) >= made[name].size // 2
     made[name][tuple(zeros[-1])] = 1
     projection = "down_proj" if name.startswith("w2") else "up_proj"
-    shape, _, index, packed, scale, words, scales = places(expert, 2, made, projection)
-    with pytest.raises(ValueError, match="padding is not zero"):
-        LAYOUT.unpack(
-            shape,
-            projection,
-            index,
-            words,
-            scales,
-            Rows.of(packed.array().copy()),
-            Rows.of(scale.array().copy()),
-        )
-    found = LAYOUT.mismatch(*places(expert, 2, made, projection))
+    back = Expert(
+        expert.shape,
+        {p: np.full_like(a, -1) for p, a in expert.packed.items()},
+        {p: np.full_like(a, 0xFFFF) for p, a in expert.scale.items()},
+    )
+    assert LAYOUT.unpack(expert.shape, places(back, 2, made)) == (projection,)
+    found = where(expert, 2, made)
     assert found is not None
-    assert found.startswith("weight_scale" if name.endswith("scale") else "weight_packed")
+    assert found[0] == projection
+    assert found[1].startswith("weight_scale" if name.endswith("scale") else "weight_packed")
 
 
 @pytest.mark.parametrize("moe_tp", [1, 4, 16])
@@ -248,7 +245,7 @@ def test_any_flipped_bit_is_found_at_its_place(moe_tp: int, projection: str) -> 
     expert = make_expert(128, 512, 32, moe_tp)
     index = int(random.integers(moe_tp))
     made = pack_rank(expert, index)
-    assert LAYOUT.mismatch(*places(expert, index, made, projection)) is None
+    assert where(expert, index, made) is None
     out, inputs = expert.shape.matrix(projection)
     rows, cols = (out, inputs // moe_tp) if projection == "down_proj" else (out // moe_tp, inputs)
     first_row, first_col = (0, index * cols) if projection == "down_proj" else (index * rows, 0)
@@ -262,30 +259,37 @@ def test_any_flipped_bit_is_found_at_its_place(moe_tp: int, projection: str) -> 
             f"weight_packed differs at row {row} of the slice, inputs {col // 16 * 16} to"
             f" {col // 16 * 16 + 15}"
         )
-        assert LAYOUT.mismatch(*places(expert, index, made, projection)) == expected
+        assert where(expert, index, made) == (projection, expected)
         expert.packed[projection][:] = changed
         expert.scale[projection][first_row + row, (first_col + col) // 32] ^= 1
-        assert (
-            LAYOUT.mismatch(*places(expert, index, made, projection))
-            == f"weight_scale differs at row {row} of the slice, group {col // 32}"
-        )
+        expected = f"weight_scale differs at row {row} of the slice, group {col // 32}"
+        assert where(expert, index, made) == (projection, expected)
         expert.scale[projection][first_row + row, (first_col + col) // 32] ^= 1
 
 
 def test_what_another_slice_half_or_expert_holds_is_a_mismatch() -> None:
     expert, other = make_expert(128, 512, 32, 4), make_expert(128, 512, 32, 4, expert=1)
     made = pack_rank(expert, 1)
-    for projection in PROJECTIONS:
-        assert LAYOUT.mismatch(*places(expert, 2, made, projection)) is not None
-        assert LAYOUT.mismatch(*places(other, 1, made, projection)) is not None
+    for (projection, role), matrix in matrices(expert).items():
+        for wrong, index in ((expert, 2), (other, 1)):
+            # everything is what it should be but for one matrix
+            mixed = dict(matrices(expert)) | {(projection, role): matrices(wrong)[projection, role]}
+            source = slice_of(LAYOUT, expert.shape, mixed, made, 1).source
+            strange = slice_of(LAYOUT, expert.shape, mixed, made, index).source
+            part = ExpertSlice(
+                dict(source) | {(projection, role): strange[projection, role]}, places(expert, 1, made).stored
+            )
+            found = mismatch(LAYOUT, expert.shape, [part])
+            assert found is not None
+            assert found.projection == projection
+            assert found.where.startswith(str(role))
+        assert matrix is matrices(expert)[projection, role]
     swapped = {
         name: np.roll(a, a.shape[1] // 2, axis=1) if name.startswith("w13") else a for name, a in made.items()
     }
-    assert [LAYOUT.mismatch(*places(expert, 1, swapped, p)) is None for p in PROJECTIONS] == [
-        False,
-        False,
-        True,
-    ]
+    found = mismatch(LAYOUT, expert.shape, [places(expert, 1, swapped)])
+    assert found is not None
+    assert found.projection == "gate_proj"
 
 
 @pytest.mark.parametrize(
@@ -315,4 +319,4 @@ def test_what_another_slice_half_or_expert_holds_is_a_mismatch() -> None:
     ],
 )
 def test_what_the_kernel_cannot_run(shape: tuple[int, int, int, int], reason: str | None) -> None:
-    assert LAYOUT.why_not(ExpertShape(*shape)) == reason
+    assert LAYOUT.validate(shape_of(*shape)) == reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,24 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from marlin_convert.layout import marlin
-from marlin_convert.layout.rows import Rows
+from marlin_convert.layout.batch import MarlinBatch, Move
+from marlin_convert.layout.rows import RowView
 from oracle import read_scales
 
 many = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 seeds = st.integers(0, 2**32 - 1)
+
+
+def wrong_scale(stored: RowView, source: RowView, group: int, size_k: int) -> tuple[int, int] | None:
+    """The (n, group) that is named where the inverse of `stored` is not `source`; None where it is."""
+    move = Move(0, "gate_proj", source, stored, size_k)
+    found = MarlinBatch([], [move], group)._scale_mismatch(move)
+    assert marlin.scale_differs(stored, source, group, size_k) == (found is not None)
+    if found is None:
+        return None
+    match = re.fullmatch(r"weight_scale differs at row (\d+) of the slice, group (\d+)", found.where)
+    assert match is not None
+    return int(match[1]), int(match[2])
 
 
 def random_scales(shape: tuple[int, int], seed: int) -> NDArray[np.uint16]:
@@ -132,15 +146,15 @@ def test_from_and_to_any_place_in_memory(
     places, memories = [], []
     for (rows, cols), gap in zip(((64 * n, groups), (groups, 64 * n)), gaps, strict=True):
         memory = np.full(start + rows * (cols + gap), 0xEEEE, np.uint16)
-        places.append(Rows(memory, start, cols + gap, rows, cols))
+        places.append(RowView(memory, start, cols + gap, rows, cols))
         memories.append(memory)
     source, target = places
     source.array()[:] = published
-    marlin.pack_scale_rows(source, target, 32, size_k)
+    marlin.pack_scale_view(source, target, 32, size_k)
     np.testing.assert_array_equal(target.array(), marlin.pack_scale(published, 32, size_k))
-    assert marlin.wrong_scale(target, source, 32, size_k) is None
+    assert wrong_scale(target, source, 32, size_k) is None
     source.array()[:] = 0
-    marlin.unpack_scale_rows(target, source, 32, size_k)
+    marlin.unpack_scale_view(target, source, 32, size_k)
     np.testing.assert_array_equal(source.array(), published)
     for memory, place in zip(memories, places, strict=True):
         place.array()[:] = 0xEEEE
@@ -165,7 +179,7 @@ def test_a_flipped_bit_is_found_at_its_place(
     marked = np.zeros_like(published)
     marked[row, group] = 1 << data.draw(st.integers(0, 15))
     stored ^= marlin.pack_scale(marked, 32, size_k)
-    assert marlin.wrong_scale(Rows.of(stored), Rows.of(published), 32, size_k) == (row, group)
+    assert wrong_scale(RowView.of(stored), RowView.of(published), 32, size_k) == (row, group)
 
 
 @many
@@ -185,9 +199,9 @@ def test_packing_commutes_with_slicing(n: int, groups: int, data: st.DataObject,
 @pytest.mark.parametrize(
     "function",
     [
-        marlin.pack_scale_rows,
-        lambda a, b, *g: marlin.unpack_scale_rows(b, a, *g),
-        lambda a, b, *g: marlin.wrong_scale(b, a, *g),
+        marlin.pack_scale_view,
+        lambda a, b, *g: marlin.unpack_scale_view(b, a, *g),
+        lambda a, b, *g: marlin.scale_differs(b, a, *g),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(
@@ -197,4 +211,4 @@ def test_shapes_that_do_not_fit_are_refused(
         ValueError,
         match=rf"source of {source[0]} x {source[1]} needs a Marlin side of {source[1]} x {source[0]}",
     ):
-        function(Rows.of(np.zeros(source, np.uint16)), Rows.of(np.zeros(target, np.uint16)), 32, 64)
+        function(RowView.of(np.zeros(source, np.uint16)), RowView.of(np.zeros(target, np.uint16)), 32, 64)

@@ -13,7 +13,9 @@ import pytest
 from checkpoints import make_small
 from marlin_convert import convert
 from marlin_convert.errors import ConvertError
-from marlin_convert.layout import scales, words
+from marlin_convert.layout import qweight, scales
+from marlin_convert.layout.batch import Column
+from marlin_convert.layout.rows import RowView
 from marlin_convert.pipeline import tensor_job
 
 
@@ -26,22 +28,18 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def damage(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """Let one bit of each batch go wrong between packing and checking."""
-    module, name = (words, "pack_table") if what == "weight_packed" else (scales, "pack_scale_table")
-    table_function = getattr(module, name)
+    module, name, differs = {
+        "weight_packed": (qweight, "pack_qweight_parts", qweight.qweight_differs),
+        "weight_scale": (scales, "pack_scale_parts", scales.scale_words_differ),
+    }[what]
+    pack_parts, lines = getattr(module, name), 4 if module is scales else 1
 
-    def damaged(memory: Any, target: Any, table: Any, check: bool) -> int:
-        table_function(memory, target, table, False)
-        target[table[-1, 4]] ^= np.uint64(1)
-        for i, (s_base, s_stride, rows, cols, m_base, m_stride, *_) in enumerate(table if check else ()):
-            if (
-                module is words
-                and words.first_wrong_word(target, m_base, m_stride, rows, cols, memory, s_base, s_stride)
-                >= 0
-            ):
-                return i
-            if module is scales and scales.scale_words_differ(
-                memory, s_base, s_stride, rows, cols, target, m_base, m_stride
-            ):
+    def damaged(memory: Any, target: Any, parts: Any, check: bool) -> int:
+        pack_parts(memory, target, parts, False)
+        target[parts[-1, Column.MARLIN]] ^= np.uint64(1)
+        for i, (s_base, s_stride, rows, cols, m_base, m_stride, *_) in enumerate(parts if check else ()):
+            source = RowView(memory, s_base, s_stride, rows, cols)
+            if differs(source, RowView(target, m_base, m_stride, lines * cols, rows // lines)):
                 return i
         return -1
 

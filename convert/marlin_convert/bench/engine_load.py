@@ -47,7 +47,7 @@ def engine_load(
     total = 0
     for layer in layers:
         prefix = f"{source.prefix}model.layers.{layer}.mlp.experts"
-        names = [name for expert in owned for name, _, _ in expert_tensors(prefix, expert, shape)]
+        names = [tensor.name for expert in owned for tensor in expert_tensors(prefix, expert, shape)]
         begin = time.perf_counter()
         pieces = _pieces(source, names, whole=topology.ep == 1)
         plan = plan_reads(pieces)
@@ -116,7 +116,7 @@ def _repack(
     provider: Provider,
 ) -> None:
     """Slice, transpose, repack and permute as an engine does, into the stacked tensors of the rank."""
-    local_size, hidden, group = shape.local, shape.hidden, shape.group_size
+    local_size, hidden, group = shape.local, shape.hidden, shape.scheme.group_size
     w13 = torch.empty((len(owned), hidden // 16, 4 * local_size), dtype=torch.int32, device="cuda")
     s13 = torch.empty((len(owned), hidden // group, 2 * local_size), dtype=torch.bfloat16, device="cuda")
     w2 = torch.empty((len(owned), local_size // 16, 2 * hidden), dtype=torch.int32, device="cuda")
@@ -131,8 +131,8 @@ def _repack(
         )
         data = device[at : at + out * cols * dtype.itemsize]
         whole = data.view(dtype).reshape(out, cols)
-        parts = whole.chunk(shape.moe_tp, dim=shape.axis(projection))
-        return parts[index]
+        rows, columns = shape.cut(projection).block(whole.shape, index)
+        return whole[rows.start : rows.stop, columns.start : columns.stop]
 
     def permuted(scales: Tensor) -> Tensor:
         return (

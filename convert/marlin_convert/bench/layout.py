@@ -16,8 +16,8 @@ import numpy as np
 from marlin_convert.buffers import aligned_buffer
 from marlin_convert.files import digest
 from marlin_convert.layout import marlin
-from marlin_convert.layout.moves import Moves
-from marlin_convert.layout.rows import Rows
+from marlin_convert.layout.batch import MarlinBatch, Move
+from marlin_convert.layout.rows import RowView
 
 #: [out, in] of the slices that one rank of eight gets, and of the whole matrices
 SHAPES = {
@@ -59,20 +59,21 @@ def _shape(name: str, n: int, k: int, rounds: int, hot: bool) -> list[dict[str, 
             strict=True,
         )
     )
-    batch = Moves([(p, w) for p, w, _, _ in rows], [(s, m) for _, _, s, m in rows], GROUP, [k] * count)
+    weights = [Move(i, name, p, w, k) for i, (p, w, _, _) in enumerate(rows)]
+    batch = MarlinBatch(weights, [Move(i, name, s, m, k) for i, (_, _, s, m) in enumerate(rows)], GROUP)
     weight_bytes, scale_bytes = count * n * k // 2, count * n * k // GROUP * 2
     jobs: list[tuple[str, int, Callable[..., object], list[tuple[Any, ...]]]] = [
-        ("repack", weight_bytes, marlin.pack_rows, [(p, w) for p, w, _, _ in rows]),
-        ("inverse and compare", weight_bytes, marlin.wrong_row, [(w, p) for p, w, _, _ in rows]),
-        ("scales", scale_bytes, marlin.pack_scale_rows, [(s, m, GROUP, k) for _, _, s, m in rows]),
+        ("repack", weight_bytes, marlin.pack_weight_view, [(p, w) for p, w, _, _ in rows]),
+        ("inverse and compare", weight_bytes, marlin.weight_differs, [(w, p) for p, w, _, _ in rows]),
+        ("scales", scale_bytes, marlin.pack_scale_view, [(s, m, GROUP, k) for _, _, s, m in rows]),
         (
             "scales, inverse and compare",
             scale_bytes,
-            marlin.wrong_scale,
+            marlin.scale_differs,
             [(m, s, GROUP, k) for _, _, s, m in rows],
         ),
         ("xxh3-128", weight_bytes, digest, [(p,) for p in packed]),
-        ("inverse", weight_bytes, marlin.unpack_rows, [(w, p) for p, w, _, _ in rows]),
+        ("inverse", weight_bytes, marlin.unpack_weight_view, [(w, p) for p, w, _, _ in rows]),
         ("repack and check", weight_bytes + scale_bytes, batch.pack, [(True,)]),
         (
             "memcpy",
@@ -102,11 +103,11 @@ def _shape(name: str, n: int, k: int, rounds: int, hot: bool) -> list[dict[str, 
     return results
 
 
-def _rows(matrices: np.ndarray[Any, Any], dtype: type[np.generic]) -> list[Rows]:
+def _rows(matrices: np.ndarray[Any, Any], dtype: type[np.generic]) -> list[RowView]:
     """Each of them in the memory they share, as elements of `dtype`."""
     flat, (count, rows, _) = matrices.reshape(-1).view(dtype), matrices.shape
     cols = flat.size // (count * rows)
-    return [Rows(flat, i * rows * cols, cols, rows, cols) for i in range(count)]
+    return [RowView(flat, i * rows * cols, cols, rows, cols) for i in range(count)]
 
 
 def _matrices(

@@ -91,8 +91,8 @@ def _layer(model: ModelConfig, layer: int) -> Iterator[Tensor]:
             yield prefix + rule.name, rule.dtype[0], tuple(model.dims[size] for size in rule.shape)
     shape = model.expert_shape()
     for expert in range(model.experts):
-        for name, dtypes, extents in expert_tensors(f"{prefix}mlp.experts", expert, shape):
-            yield name, dtypes[0], extents
+        for tensor in expert_tensors(f"{prefix}mlp.experts", expert, shape):
+            yield tensor.name, tensor.dtypes[0], tensor.shape
 
 
 def _top(model: ModelConfig) -> Iterator[Tensor]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from marlin_convert.errors import SourceError
-from marlin_convert.layout.protocol import ExpertShape
+from marlin_convert.layout.protocol import ExpertShape, QuantScheme
 
 ARCHITECTURES = ("KimiK25ForConditionalGeneration", "DeepseekV3ForCausalLM")
 
@@ -21,6 +21,11 @@ class Quantization:
     group_size: int
     found_at: str
     ignore: tuple[str, ...]
+
+    @property
+    def scheme(self) -> QuantScheme:
+        """How the weights are quantized: 4 bit, symmetric, in groups; nothing else is converted."""
+        return QuantScheme(self.group_size)
 
     def ignores(self, module: str) -> bool:
         """Whether the ignore list names a module: `re:` entries are anchored at the start, others are whole
@@ -58,7 +63,7 @@ class ModelConfig:
 
     def expert_shape(self, moe_tp: int = 1) -> ExpertShape:
         """The routed experts, each cut into `moe_tp` slices."""
-        return ExpertShape(self.hidden, self.moe_intermediate, self.quantization.group_size, moe_tp)
+        return ExpertShape(self.hidden, self.moe_intermediate, self.quantization.scheme, moe_tp)
 
 
 def parse_config(config: dict[str, Any]) -> ModelConfig:

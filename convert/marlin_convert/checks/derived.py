@@ -12,7 +12,8 @@ from marlin_convert.checks.kept_source import KeptSource
 from marlin_convert.checks.origins import expected_origin, fused_pairs
 from marlin_convert.checks.report import Finding, Report
 from marlin_convert.documents.manifest import FusedTensor, Manifest, Padding, Shard, StoredTensor
-from marlin_convert.layout.moe import LAYOUTS
+from marlin_convert.kernels.quant_types import kernel_type
+from marlin_convert.layout import get_layout, known_layouts
 from marlin_convert.shards.format import is_filler
 
 
@@ -46,17 +47,16 @@ def _wrong_facts(manifest: Manifest, kept: KeptSource) -> Iterator[str]:
         "parallel": {"moe_tp": manifest.tp // manifest.ep},
         "layout": {"group_size": model.quantization.group_size},
     }
-    layout = LAYOUTS.get(manifest.layout_id)
-    if layout is not None:
+    if manifest.layout_id in known_layouts():
         shape = model.expert_shape(manifest.tp // manifest.ep)
-        padded = layout.padded(shape)
+        padded = get_layout(manifest.layout_id).padded(shape)
+        kernel = kernel_type(manifest.layout_id)
         expected["parallel"]["padding"] = None if padded == shape.local else Padding(shape.local, padded)
-        name, number = layout.b_q_type
         expected["layout"] |= {
-            "num_bits": layout.num_bits,
-            "symmetric": layout.symmetric,
-            "b_q_type": name,
-            "b_q_type_id": number,
+            "num_bits": shape.scheme.num_bits,
+            "symmetric": shape.scheme.symmetric,
+            "b_q_type": None if kernel is None else kernel.name,
+            "b_q_type_id": None if kernel is None else kernel.id,
         }
     for section, values in expected.items():
         for key, value in values.items():

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
-import xxhash
 
-from marlin_convert.checkpoint.header import TensorEntry
+from marlin_convert.assemble import StoredSlice, read_rows
 from marlin_convert.checkpoint.identity import identify
 from marlin_convert.checkpoint.source import Source, open_source
 from marlin_convert.checks.derived import check_manifest
-from marlin_convert.checks.experts import ExpertCheck
-from marlin_convert.checks.kept_source import ZEROS, KeptSource, read_kept_source, sound_bytes
-from marlin_convert.checks.origins import expert_owner
-from marlin_convert.checks.plain import Stored, check_plain
-from marlin_convert.checks.report import SOURCE_DAMAGED, Finding, Report
+from marlin_convert.checks.experts import ExpertCheck, StoredLayer
+from marlin_convert.checks.kept_source import KeptSource, read_kept_source, sound_bytes
+from marlin_convert.checks.plain import PlainCheck
+from marlin_convert.checks.published import Published
+from marlin_convert.checks.report import Finding, Report
 from marlin_convert.checks.structural import (
     check_coverage,
     check_documents,
@@ -28,10 +26,10 @@ from marlin_convert.checks.structural import (
     check_shard,
     check_small_files,
 )
-from marlin_convert.documents.manifest import Manifest, Origin, Shard, Unit, read_manifest
+from marlin_convert.documents.manifest import Manifest, Unit, read_manifest
 from marlin_convert.errors import OutputError, SourceError, UsageError
 from marlin_convert.files import digest, machine_errors
-from marlin_convert.layout.moe import LAYOUTS
+from marlin_convert.layout import get_layout, known_layouts
 from marlin_convert.reads import PieceReader
 from marlin_convert.shards.format import is_filler
 
@@ -72,8 +70,18 @@ def verify(
             for shard in manifest.shards
             if check_shard(folder, manifest, shard, kept.model.experts, report)
         }
-        good &= right
-        _Data(folder, manifest, kept, opened, report, good).run(threads or os.cpu_count() or 1, progress)
+        sound = bool(sound_bytes(folder, manifest, "source/digests.bin"))
+        if opened is None and not sound:
+            raise OutputError(
+                f"{out}/source/digests.bin is damaged, so nothing can be proven from {out} alone: give"
+                f" --source; {REMAKE}"
+            )
+        published = Published(kept, opened, sound, report)
+        tasks = list(_Data(folder, manifest, kept, published).tasks(good & right, report))
+        with ThreadPoolExecutor(threads or os.cpu_count() or 1) as workers:
+            for done, _ in enumerate(workers.map(lambda task: task(), tasks), 1):
+                if progress is not None:
+                    progress(done, len(tasks))
     return report
 
 
@@ -85,216 +93,80 @@ def _open_same(source: str, manifest: Manifest) -> Source:
 
 
 class _Data:
-    """The pass over all tensor data."""
+    """The pass over all tensor data of shards that are structurally sound."""
 
-    def __init__(
-        self,
-        out: Path,
-        manifest: Manifest,
-        kept: KeptSource,
-        source: Source | None,
-        report: Report,
-        good: set[str],
-    ) -> None:
-        self._manifest, self._kept, self._source, self._report, self._good = (
-            manifest,
-            kept,
-            source,
-            report,
-            good,
-        )
+    def __init__(self, out: Path, manifest: Manifest, kept: KeptSource, published: Published) -> None:
+        self._manifest, self._kept, self._published = manifest, kept, published
         self._reader = PieceReader(lambda path: out / path)
-        self._piece_digests = sound_bytes(out, manifest, "digests.bin")
-        self._source_digests_hold = bool(sound_bytes(out, manifest, "source/digests.bin"))
-        if source is None and not self._source_digests_hold:
-            raise OutputError(
-                f"{out}/source/digests.bin is damaged, so nothing can be proven from {out} alone: give"
-                f" --source; {REMAKE}"
-            )
-        self._bytes_of = lru_cache(maxsize=16)(self._read_source)
-        if manifest.layout_id not in LAYOUTS:
+        self._digests = sound_bytes(out, manifest, "digests.bin")
+        if manifest.layout_id not in known_layouts():
             raise OutputError(f"{out}: the layout {manifest.layout_id} is not one this program knows")
 
-    def run(self, threads: int, progress: Progress | None) -> None:
-        """Check every unit whose shards are structurally sound."""
-        tasks = list(self._tasks())
-        total = len(tasks)
-        with ThreadPoolExecutor(threads) as workers:
-            for done, _ in enumerate(workers.map(lambda task: task(), tasks), 1):
-                if progress is not None:
-                    progress(done, total)
-
-    def _tasks(self) -> Iterator[Callable[[], None]]:
+    def tasks(self, good: set[str], report: Report) -> Iterator[Callable[[], None]]:
+        """A task for each tensor and each expert; `good` are the paths of shards that may be read."""
         for unit in self._manifest.units:
             shards = [shard for shard in self._manifest.shards if shard.unit == unit.name]
-            if not shards or any(shard.path not in self._good for shard in shards):
-                self._report.count(unproven=sum(len(origin.sources) for origin in unit.tensors))
+            if not shards or any(shard.path not in good for shard in shards):
+                report.count(unproven=sum(len(origin.sources) for origin in unit.tensors))
                 continue
-            yield from self._plain_tasks(unit, shards)
-            yield from self._expert_tasks(unit, shards)
-            for shard in shards:
-                yield partial(self._check_fillers, shard, unit.layer)
+            stored = [StoredSlice(shard, tensor) for shard in shards for tensor in shard.tensors]
+            yield from self._plain_tasks(unit, stored, len(shards), report)
+            yield from self._expert_tasks(unit, stored, report)
+            for item in stored:
+                if is_filler(item.tensor.name):
+                    yield partial(self._check_filler, item, unit.layer, report)
 
-    def _plain_tasks(self, unit: Unit, shards: list[Shard]) -> Iterator[Callable[[], None]]:
+    def _plain_tasks(
+        self, unit: Unit, stored: Sequence[StoredSlice], shards: int, report: Report
+    ) -> Iterator[Callable[[], None]]:
+        check = PlainCheck(self._reader, self._published, report, self._manifest.tp, unit.layer)
         for origin in unit.tensors:
             if origin.rule == "experts":
                 continue
-            held = [
-                Stored(shard, tensor)
-                for shard in shards
-                for tensor in shard.tensors
-                if tensor.name == origin.tensor
-            ]
-            if len(held) != len(shards):
-                self._report.add(
-                    Finding(
-                        "manifest.json", f"{origin.tensor} is not in all shards of {unit.name}", unit.layer
-                    )
-                )
+            held = [item for item in stored if item.tensor.name == origin.tensor]
+            if len(held) != shards:
+                what = f"{origin.tensor} is not in all shards of {unit.name}"
+                report.add(Finding("manifest.json", what, unit.layer))
                 continue
-            yield partial(self._check_plain, origin, held, unit.layer)
+            yield partial(check.check, origin, held)
 
-    def _check_plain(self, origin: Origin, held: list[Stored], layer: int | None) -> None:
-        name = origin.sources[0]
-        rows = None if self._source is None else partial(self._rows, name)
-        check_plain(
-            self._reader,
-            origin,
-            layer,
-            held,
-            self._manifest.tp,
-            self._expected(name),
-            rows,
-            partial(self._hint, name),
-            self._report,
-        )
-
-    def _expert_tasks(self, unit: Unit, shards: list[Shard]) -> Iterator[Callable[[], None]]:
+    def _expert_tasks(
+        self, unit: Unit, stored: Sequence[StoredSlice], report: Report
+    ) -> Iterator[Callable[[], None]]:
         stacked = [origin.tensor for origin in unit.tensors if origin.rule == "experts"]
         if not stacked or unit.layer is None:
             return
-        manifest, experts = self._manifest, self._kept.model.experts
-        layout = LAYOUTS[manifest.layout_id]
+        experts, moe_tp = self._kept.model.experts, self._manifest.tp // self._manifest.ep
+        prefix, layout = stacked[0].rpartition(".")[0], get_layout(self._manifest.layout_id)
         held = {
-            (shard.rank, t.name): Stored(shard, t)
-            for shard in shards
-            for t in shard.tensors
-            if t.name in stacked and shard.rank is not None
+            (item.shard.rank, item.tensor.name.removeprefix(f"{prefix}.")): item
+            for item in stored
+            if item.tensor.name in stacked and item.shard.rank is not None
         }
-        local, moe_tp = experts // manifest.ep, manifest.tp // manifest.ep
         shape = self._kept.model.expert_shape(moe_tp)
-        expected = {t.name: (local, *t.shape) for t in layout.stacked(shape)}
-        for (rank, name), item in held.items():
-            if item.tensor.shape != expected.get(name.rpartition(".")[2]) or item.tensor.experts is None:
-                what = f"{name} has the shape {list(item.tensor.shape)}, not that of its experts"
-                self._report.add(Finding(item.shard.path, what, unit.layer, rank=rank))
-                return
-        check = ExpertCheck(
-            reader=self._reader,
-            layout=layout,
-            shape=shape,
-            prefix=stacked[0].rpartition(".")[0],
-            layer=unit.layer,
-            held=held,
-            owners=lambda expert: expert_owner(expert, experts, manifest.tp, manifest.ep),
-            first=lambda rank: rank // moe_tp * local,
-            piece_digest=lambda rank, name, i: self._piece(held[rank, name], i),
-            expected=self._expected,
-            source_bytes=None if self._source is None else self._bytes_of,
-            hint=self._hint,
-            report=self._report,
-        )
-        for (rank, name), item in held.items():
-            at = item.tensor.experts or 0
-            if (
-                self._piece_digests
-                and digest(self._piece_digests[at : at + 16 * local]).hex() != item.tensor.digest
-            ):
-                what = f"{name}: its digest is not that of its experts' digests in digests.bin"
-                self._report.add(Finding(item.shard.path, what, unit.layer, rank=rank))
-        owned = sorted(
-            {
-                expert
-                for rank in {rank for rank, _ in held}
-                for expert in range(rank // moe_tp * local, (rank // moe_tp + 1) * local)
-            }
-        )
-        yield from (partial(check.check, expert) for expert in owned)
+        layer = StoredLayer(unit.layer, prefix, layout, shape, experts, held, self._digests)
+        sound = [self._is_sound(layer, key, report) for key in held]
+        if all(sound):
+            check = ExpertCheck(self._reader, self._published, report, layer)
+            yield from (partial(check.check, expert) for expert in layer.owned())
 
-    def _piece(self, stored: Stored, i: int) -> bytes | None:
-        at = (stored.tensor.experts or 0) + 16 * i
-        return self._piece_digests[at : at + 16] or None
+    def _is_sound(self, layer: StoredLayer, key: tuple[int, str], report: Report) -> bool:
+        """Whether a stacked tensor has the shape of its experts; and its digest must be that of theirs."""
+        (rank, name), item = key, layer.held[key]
+        full, local = f"{layer.prefix}.{name}", layer.experts // self._manifest.ep
+        expected = {t.name: (local, *t.shape) for t in layer.layout.stacked(layer.shape)}
+        if item.tensor.shape != expected.get(name) or item.tensor.experts is None:
+            what = f"{full} has the shape {list(item.tensor.shape)}, not that of its experts"
+            report.add(Finding(item.shard.path, what, layer.layer, rank=rank))
+            return False
+        at = item.tensor.experts
+        if self._digests and digest(self._digests[at : at + 16 * local]).hex() != item.tensor.digest:
+            what = f"{full}: its digest is not that of its experts' digests in digests.bin"
+            report.add(Finding(item.shard.path, what, layer.layer, rank=rank))
+        return True
 
-    def _hint(self, name: str, found: bytes) -> str:
-        """What it tells that OUT has data of this digest in the place of a source tensor."""
-        if self._source is not None and self._source_digests_hold and self._kept.digests.get(name) == found:
-            file = self._source.tensors[name].file
-            return f", but not from the digest that OUT keeps of it: {file} {SOURCE_DAMAGED}"
-        holders = self._kept.holders(found)
-        return f": it holds the data of {holders[0]}" if holders else ""
-
-    def _check_fillers(self, shard: Shard, layer: int | None) -> None:
-        from marlin_convert.checks.plain import read_rows
-
-        for tensor in shard.tensors:
-            if is_filler(tensor.name):
-                data = read_rows(self._reader, Stored(shard, tensor), 0, tensor.shape[0])
-                if data.any() or digest(np.ascontiguousarray(data)).hex() != tensor.digest:
-                    self._report.add(
-                        Finding(
-                            shard.path, f"the filler {tensor.name} is not all zeros", layer, rank=shard.rank
-                        )
-                    )
-
-    def _expected(self, name: str) -> bytes | None:
-        """The digest a source tensor must have; None where nothing tells. With a source, the kept digest is
-        checked against it on the way.
-        """
-        kept = self._kept.digests.get(name, ZEROS)
-        if self._source is None:
-            return None if kept == ZEROS else kept
-        value = (
-            digest(self._bytes_of(name))
-            if self._source.tensors[name].entry.size < 64 << 20
-            else self._stream(name)
-        )
-        if kept not in (ZEROS, value):
-            self._report.add(
-                Finding(
-                    "source/digests.bin",
-                    f"the kept digest of {name} is not that in {self._source.tensors[name].file}",
-                )
-            )
-        return value
-
-    def _stream(self, name: str) -> bytes:
-        rows, hasher = self._source_entry(name).shape[0], xxhash.xxh3_128()
-        step = max(rows * (8 << 20) // self._source_entry(name).size, 1)
-        for begin in range(0, rows, step):
-            hasher.update(self._rows(name, begin, min(begin + step, rows)).data)
-        return hasher.digest()
-
-    def _source_entry(self, name: str) -> TensorEntry:
-        assert self._source is not None
-        return self._source.tensors[name].entry
-
-    def _read_source(self, name: str) -> npt.NDArray[np.uint8]:
-        entry = self._source_entry(name)
-        return self._read_range(name, entry.offset, entry.size)
-
-    def _rows(self, name: str, begin: int, end: int) -> npt.NDArray[np.uint8]:
-        entry = self._source_entry(name)
-        row = entry.size // entry.shape[0]
-        return self._read_range(name, entry.offset + begin * row, (end - begin) * row).reshape(
-            end - begin, row
-        )
-
-    def _read_range(self, name: str, offset: int, size: int) -> npt.NDArray[np.uint8]:
-        """Plain reads, tensor by tensor: on purpose not the way the conversion reads."""
-        assert self._source is not None
-        with self._source.path(self._source.tensors[name].file).open("rb") as file:
-            file.seek(offset)
-            data = file.read(size)
-        if len(data) != size:
-            raise SourceError(f"{name}: its file ends too early")
-        return np.frombuffer(data, np.uint8)
+    def _check_filler(self, item: StoredSlice, layer: int | None, report: Report) -> None:
+        data = read_rows(self._reader, item, 0, item.tensor.shape[0])
+        if data.any() or digest(np.ascontiguousarray(data)).hex() != item.tensor.digest:
+            what = f"the filler {item.tensor.name} is not all zeros"
+            report.add(Finding(item.shard.path, what, layer, rank=item.shard.rank))

@@ -44,3 +44,12 @@ def quant_type(b_q_type_id: int) -> QuantType:
     except KeyError:
         known = ", ".join(f"{kind.name} = {kind.id}" for kind in _BY_ID.values())
         raise ValueError(f"b_q_type_id {b_q_type_id} is none of {known}") from None
+
+
+#: how the kernel is told what a layout's codes are
+_OF_LAYOUT = {"moe_wna16_marlin.u4b8": UINT4B8}
+
+
+def kernel_type(layout_id: str) -> QuantType | None:
+    """The weight type that the kernel is given for a stored layout; None for one that it does not read."""
+    return _OF_LAYOUT.get(layout_id)

@@ -1,1 +1,31 @@
-"""The Marlin layout: pure functions, no I/O."""
+"""The layouts, by their id. A layout lives in a module of its own and is registered here."""
+
+from __future__ import annotations
+
+from marlin_convert.errors import UsageError
+from marlin_convert.layout.marlin_moe import MarlinU4B8
+from marlin_convert.layout.protocol import Layout
+
+DEFAULT_LAYOUT = "moe_wna16_marlin.u4b8"
+
+_LAYOUTS: dict[str, Layout] = {}
+
+
+def register(layout: Layout) -> None:
+    """Make a layout known by its id."""
+    _LAYOUTS[layout.id] = layout
+
+
+def known_layouts() -> tuple[str, ...]:
+    """The ids of all layouts."""
+    return tuple(_LAYOUTS)
+
+
+def get_layout(layout_id: str) -> Layout:
+    """The layout of this id. Raises UsageError for an unknown one, naming those there are."""
+    if layout_id not in _LAYOUTS:
+        raise UsageError(f"there is no layout {layout_id}; known are {', '.join(_LAYOUTS)}")
+    return _LAYOUTS[layout_id]
+
+
+register(MarlinU4B8())

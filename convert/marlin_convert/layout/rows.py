@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from marlin_convert.slicing import Cut
 
-class Rows(NamedTuple):
+
+class RowView(NamedTuple):
     """`rows` x `cols` elements of `flat`: element (r, c) is `flat[base + r * stride + c]`.
 
     A compiled function sees a contiguous one-dimensional array whatever the slice, which is what lets LLVM
@@ -24,7 +26,7 @@ class Rows(NamedTuple):
     cols: int
 
     @staticmethod
-    def of(array: npt.NDArray[Any]) -> Rows:
+    def of(array: npt.NDArray[Any]) -> RowView:
         """The rows of a 2-D array whose rows are contiguous (any distance between them).
 
         Raises ValueError for another shape or a column stride other than one element.
@@ -45,21 +47,26 @@ class Rows(NamedTuple):
         flat = np.lib.stride_tricks.as_strided(
             array, (length,), (array.itemsize,), writeable=array.flags.writeable
         )
-        return Rows(flat, 0, stride, rows, cols)
+        return RowView(flat, 0, stride, rows, cols)
 
-    def part(self, row: int, rows: int, col: int, cols: int) -> Rows:
+    def part(self, row: int, rows: int, col: int, cols: int) -> RowView:
         """The `rows` x `cols` block that begins at (`row`, `col`)."""
         if not (0 <= row and row + rows <= self.rows and 0 <= col and col + cols <= self.cols):
             raise ValueError(
                 f"block of {rows} x {cols} at ({row}, {col}) leaves a matrix of {self.rows} x {self.cols}"
             )
-        return Rows(self.flat, self.base + row * self.stride + col, self.stride, rows, cols)
+        return RowView(self.flat, self.base + row * self.stride + col, self.stride, rows, cols)
 
-    def in_words(self) -> Rows:
+    def block(self, cut: Cut, index: int) -> RowView:
+        """Slice `index` of the matrix."""
+        rows, cols = cut.block((self.rows, self.cols), index)
+        return self.part(rows.start, len(rows), cols.start, len(cols))
+
+    def in_words(self) -> RowView:
         """The same memory in 64-bit words; base, stride and columns must fall on whole ones."""
         per = 8 // self.flat.itemsize
         flat = self.flat[: self.flat.size // per * per].view(np.uint64)
-        return Rows(flat, self.base // per, self.stride // per, self.rows, self.cols // per)
+        return RowView(flat, self.base // per, self.stride // per, self.rows, self.cols // per)
 
     def array(self) -> npt.NDArray[Any]:
         """The same memory as a 2-D numpy view."""

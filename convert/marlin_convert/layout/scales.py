@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from marlin_convert.layout.jit import inline, jit
-from marlin_convert.layout.words import Table, swap
+from marlin_convert.layout.qweight import Table, swap
+from marlin_convert.layout.rows import RowView
 
-Flat = npt.NDArray[np.uint16]
 Flat64 = npt.NDArray[np.uint64]
 Order = npt.NDArray[np.int64]
 
@@ -34,76 +34,27 @@ def column_order(group_size: int, size_k: int) -> Order:
 
 
 @jit
-def pack_scales(
-    source: Flat,
-    s_base: int,
-    s_stride: int,
-    size_n: int,
-    groups: int,
-    order: Order,
-    marlin: Flat,
-    m_base: int,
-    m_stride: int,
-) -> None:
+def pack_scales(source: RowView, marlin: RowView, order: Order) -> None:
     """Fill Marlin scales [groups, size_n] from `weight_scale` rows [size_n, groups]; size_n must be a
     multiple of len(order).
     """
     width = order.size
-    for run in range(0, size_n, width):
-        for group in range(groups):
-            out = m_base + group * m_stride + run
+    for run in range(0, source.rows, width):
+        for group in range(source.cols):
+            out = marlin.base + group * marlin.stride + run
             for c in range(width):
-                marlin[out + c] = source[s_base + (run + order[c]) * s_stride + group]
+                marlin.flat[out + c] = source.flat[source.base + (run + order[c]) * source.stride + group]
 
 
 @jit
-def unpack_scales(
-    marlin: Flat,
-    m_base: int,
-    m_stride: int,
-    size_n: int,
-    groups: int,
-    order: Order,
-    source: Flat,
-    s_base: int,
-    s_stride: int,
-) -> None:
-    """Inverse of `pack_scales`."""
+def unpack_scales(source: RowView, marlin: RowView, order: Order) -> None:
+    """Inverse of `pack_scales`: fills `source` from `marlin`."""
     width = order.size
-    for run in range(0, size_n, width):
+    for run in range(0, source.rows, width):
         for c in range(width):
-            out = s_base + (run + order[c]) * s_stride
-            for group in range(groups):
-                source[out + group] = marlin[m_base + group * m_stride + run + c]
-
-
-@jit
-def first_wrong_scale(
-    marlin: Flat,
-    m_base: int,
-    m_stride: int,
-    size_n: int,
-    groups: int,
-    order: Order,
-    source: Flat,
-    s_base: int,
-    s_stride: int,
-) -> int:
-    """Unpack and compare with `source`: -1 where all agree, else n * groups + group of a scale that
-    differs.
-    """
-    width = order.size
-    for run in range(0, size_n, width):
-        for group in range(groups):
-            differ = np.uint16(0)
-            row = m_base + group * m_stride + run
-            for c in range(width):
-                differ |= marlin[row + c] ^ source[s_base + (run + order[c]) * s_stride + group]
-            if differ != np.uint16(0):
-                for c in range(width):
-                    if marlin[row + c] != source[s_base + (run + order[c]) * s_stride + group]:
-                        return int((run + order[c]) * groups + group)
-    return -1
+            out = source.base + (run + order[c]) * source.stride
+            for group in range(source.cols):
+                source.flat[out + group] = marlin.flat[marlin.base + group * marlin.stride + run + c]
 
 
 #: 64-bit words (4 groups) of a row handled together
@@ -125,72 +76,54 @@ def _transpose(r0: Any, r1: Any, r2: Any, r3: Any) -> Any:
 
 
 @jit
-def pack_scale_words(
-    source: Flat64,
-    s_base: int,
-    s_stride: int,
-    size_n: int,
-    quads: int,
-    marlin: Flat64,
-    m_base: int,
-    m_stride: int,
-) -> None:
-    """`pack_scales` in the order `GROUPED` on 64-bit words: source [size_n, quads] of 4 groups -> marlin [4 *
-    quads, size_n / 4].
+def pack_scale_words(source: RowView, marlin: RowView) -> None:
+    """`pack_scales` in the order `GROUPED` on 64-bit words: source [size_n, quads] of 4 groups -> marlin
+    [4 * quads, size_n / 4].
     """
     words = np.empty((64, RUN + 2), np.uint64)  # [group of the four * 16 + word of the row, quad]
-    for run in range(0, size_n, 64):
-        for first in range(0, quads, RUN):
-            count = min(RUN, quads - first)
-            for q in range(
-                16
-            ):  # columns 4q .. 4q + 3 of the run are the old columns i + 8j, j = 4 (q % 2) .. + 3
-                row = s_base + (run + q // 2 + 32 * (q % 2)) * s_stride + first
-                r0 = source[row : row + count]
-                r1 = source[row + 8 * s_stride : row + 8 * s_stride + count]
-                r2 = source[row + 16 * s_stride : row + 16 * s_stride + count]
-                r3 = source[row + 24 * s_stride : row + 24 * s_stride + count]
+    s_stride = source.stride
+    for run in range(0, source.rows, 64):
+        for first in range(0, source.cols, RUN):
+            count = min(RUN, source.cols - first)
+            # columns 4q .. 4q + 3 of the run are the old columns i + 8j, j = 4 (q % 2) .. + 3
+            for q in range(16):
+                row = source.base + (run + q // 2 + 32 * (q % 2)) * s_stride + first
+                r0 = source.flat[row : row + count]
+                r1 = source.flat[row + 8 * s_stride : row + 8 * s_stride + count]
+                r2 = source.flat[row + 16 * s_stride : row + 16 * s_stride + count]
+                r3 = source.flat[row + 24 * s_stride : row + 24 * s_stride + count]
                 for k in range(count):
-                    words[q, k], words[16 + q, k], words[32 + q, k], words[48 + q, k] = _transpose(
-                        r0[k], r1[k], r2[k], r3[k]
-                    )
+                    c0, c1, c2, c3 = _transpose(r0[k], r1[k], r2[k], r3[k])
+                    words[q, k], words[16 + q, k], words[32 + q, k], words[48 + q, k] = c0, c1, c2, c3
             for k in range(count):
                 for g in range(4):
-                    at = m_base + (4 * (first + k) + g) * m_stride + run // 4
-                    out = marlin[at : at + 16]
+                    at = marlin.base + (4 * (first + k) + g) * marlin.stride + run // 4
+                    out = marlin.flat[at : at + 16]
                     for q in range(16):
                         out[q] = words[16 * g + q, k]
 
 
 @jit
-def scale_words_differ(
-    source: Flat64,
-    s_base: int,
-    s_stride: int,
-    size_n: int,
-    quads: int,
-    marlin: Flat64,
-    m_base: int,
-    m_stride: int,
-) -> bool:
+def scale_words_differ(source: RowView, marlin: RowView) -> bool:
     """Whether the inverse of `pack_scale_words` gives something else than `source`."""
     words = np.empty((64, RUN + 2), np.uint64)
     differ = np.uint64(0)
-    for run in range(0, size_n, 64):
-        for first in range(0, quads, RUN):
-            count = min(RUN, quads - first)
+    s_stride = source.stride
+    for run in range(0, source.rows, 64):
+        for first in range(0, source.cols, RUN):
+            count = min(RUN, source.cols - first)
             for k in range(count):
                 for g in range(4):
-                    at = m_base + (4 * (first + k) + g) * m_stride + run // 4
-                    stored = marlin[at : at + 16]
+                    at = marlin.base + (4 * (first + k) + g) * marlin.stride + run // 4
+                    stored = marlin.flat[at : at + 16]
                     for q in range(16):
                         words[16 * g + q, k] = stored[q]
             for q in range(16):
-                row = s_base + (run + q // 2 + 32 * (q % 2)) * s_stride + first
-                r0 = source[row : row + count]
-                r1 = source[row + 8 * s_stride : row + 8 * s_stride + count]
-                r2 = source[row + 16 * s_stride : row + 16 * s_stride + count]
-                r3 = source[row + 24 * s_stride : row + 24 * s_stride + count]
+                row = source.base + (run + q // 2 + 32 * (q % 2)) * s_stride + first
+                r0 = source.flat[row : row + count]
+                r1 = source.flat[row + 8 * s_stride : row + 8 * s_stride + count]
+                r2 = source.flat[row + 16 * s_stride : row + 16 * s_stride + count]
+                r3 = source.flat[row + 24 * s_stride : row + 24 * s_stride + count]
                 for k in range(count):
                     c0, c1, c2, c3 = _transpose(
                         words[q, k], words[16 + q, k], words[32 + q, k], words[48 + q, k]
@@ -200,17 +133,14 @@ def scale_words_differ(
 
 
 @jit
-def pack_scale_table(source: Flat64, marlin: Flat64, table: Table, check: bool) -> int:
-    """`pack_scale_words` for each row (s_base, s_stride, size_n, quads, m_base, m_stride, ...) of a table;
-    else as `words.pack_table`.
-    """
+def pack_scale_parts(source: Flat64, marlin: Flat64, parts: Table, check: bool) -> int:
+    """`pack_scale_words` for each row of a table; else as `qweight.pack_qweight_parts`."""
     wrong = -1
-    for i in range(table.shape[0]):
-        pack_scale_words(
-            source, table[i, 0], table[i, 1], table[i, 2], table[i, 3], marlin, table[i, 4], table[i, 5]
-        )
-        if check and scale_words_differ(
-            source, table[i, 0], table[i, 1], table[i, 2], table[i, 3], marlin, table[i, 4], table[i, 5]
-        ):
+    for i in range(parts.shape[0]):
+        rows, cols = parts[i, 2], parts[i, 3]
+        from_ = RowView(source, parts[i, 0], parts[i, 1], rows, cols)
+        to = RowView(marlin, parts[i, 4], parts[i, 5], 4 * cols, rows // 4)
+        pack_scale_words(from_, to)
+        if check and scale_words_differ(from_, to):
             wrong = i if wrong < 0 else wrong
     return wrong

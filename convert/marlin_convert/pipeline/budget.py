@@ -60,7 +60,9 @@ def _need(plan: OutputPlan, source: Source, batch: int) -> int:
         need = max([need, *(job.need for job in tensor_jobs(work, source))])
         if unit.source.experts_prefix is not None and not experts_seen:
             # a layer's batches differ only in how their pieces lie together: a margin covers that
-            need = max(need, *(job.need + job.count * 9 * 8192 for job in expert_jobs(work, source, batch)))
+            need = max(
+                need, *(job.need + len(job.tensors) * 8192 for job in expert_jobs(work, source, batch))
+            )
             experts_seen = True
     return need
 

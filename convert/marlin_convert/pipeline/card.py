@@ -58,7 +58,7 @@ def model_card(
                 f" {_parallel(plan)} and put in the order in which the Marlin"
             ),
             (
-                f"MoE kernel reads them (`{plan.layout.id}`, 4 bit, group {plan.shape.group_size}). No value"
+                f"MoE kernel reads them (`{plan.layout.id}`, {plan.shape.scheme.num_bits} bit, group {plan.shape.scheme.group_size}). No value"
                 f" was changed{proof}"
             ),
             "",

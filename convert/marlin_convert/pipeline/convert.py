@@ -189,7 +189,7 @@ def _load_compiled() -> None:
     meets the errors.
     """
     with suppress(Exception):
-        import_module("marlin_convert.layout.moves")
+        import_module("marlin_convert.layout.batch")
 
 
 def _jobs(
@@ -233,8 +233,8 @@ def source_bytes(source: Source, unit: OutputUnit) -> int:
     if unit.source.experts_prefix is not None:
         shape = source.model.expert_shape()
         names += [
-            name
+            tensor.name
             for expert in range(source.model.experts)
-            for name, _, _ in expert_tensors(unit.source.experts_prefix, expert, shape)
+            for tensor in expert_tensors(unit.source.experts_prefix, expert, shape)
         ]
     return sum(source.tensors[name].entry.size for name in names)

@@ -67,9 +67,8 @@ def _listed(path: str, data: bytes) -> ListedFile:
 
 def output_config(source: Source, plan: OutputPlan) -> bytes:
     """The rewritten config.json."""
-    replacement = quantization_config(
-        plan.layout.id, plan.layout.num_bits, plan.shape.group_size, plan.layout.symmetric
-    )
+    scheme = plan.shape.scheme
+    replacement = quantization_config(plan.layout.id, scheme.num_bits, scheme.group_size, scheme.symmetric)
     return (
         json.dumps(
             rewritten(source.config, source.model.quantization, msgspec.to_builtins(replacement)),

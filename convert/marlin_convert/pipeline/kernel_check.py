@@ -14,7 +14,6 @@ import numpy.typing as npt
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.errors import OutputError, UsageError
 from marlin_convert.extras import installed
-from marlin_convert.pipeline.expert_job import expert_bytes
 from marlin_convert.planning.output import OutputPlan, OutputUnit
 from marlin_convert.reads import read_bytes
 
@@ -79,7 +78,7 @@ def _stored(path: Path, unit: OutputUnit, name: str, begin: int, count: int) -> 
     """Some experts of a stacked tensor in a file that is whole, before there is a manifest to open the folder
     by.
     """
-    size = expert_bytes(next(tensor for tensor in unit.stacked if tensor.name == name))
+    size = next(stack.expert_bytes for stack in unit.stacked if stack.name == name)
     found = read_bytes(path, unit.offset(name) + begin * size, count * size)
     if found.size < count * size:
         raise OutputError(

@@ -27,7 +27,8 @@ from marlin_convert.documents.manifest import (
     Unit,
 )
 from marlin_convert.files import digest
-from marlin_convert.planning.output import OutputPlan, OutputUnit
+from marlin_convert.kernels.quant_types import kernel_type
+from marlin_convert.planning.output import OutputPlan, OutputUnit, Stack
 from marlin_convert.planning.rules import PlainTensor, expert_tensors, rules_digest
 from marlin_convert.shards.finished import FinishedFile, FinishedUnit
 from marlin_convert.shards.format import FORMAT, FORMAT_VERSION, is_filler
@@ -78,9 +79,9 @@ def digest_offsets(plan: OutputPlan) -> dict[DigestPlace, int]:
     offsets, end = {}, 0
     for unit in plan.units:
         for rank in unit.ranks:
-            for tensor in unit.stacked:
-                offsets[unit.name, rank, tensor.name] = end
-                end += 16 * tensor.shape[0]
+            for stack in unit.stacked:
+                offsets[unit.name, rank, stack.name] = end
+                end += 16 * stack.experts
     return offsets
 
 
@@ -140,9 +141,9 @@ def build_manifest(
 
 
 def _layout(plan: OutputPlan) -> StoredLayout:
-    layout = plan.layout
-    name, number = layout.b_q_type
-    return StoredLayout(layout.id, layout.num_bits, plan.shape.group_size, layout.symmetric, name, number)
+    scheme, kernel = plan.shape.scheme, kernel_type(plan.layout.id)
+    name, number = (None, None) if kernel is None else (kernel.name, kernel.id)
+    return StoredLayout(plan.layout.id, scheme.num_bits, scheme.group_size, scheme.symmetric, name, number)
 
 
 def _parallel(plan: OutputPlan) -> Parallel:
@@ -158,20 +159,15 @@ def padding(plan: OutputPlan) -> Padding | None:
 
 def _unit(plan: OutputPlan, unit: OutputUnit) -> Unit:
     """How each stored tensor of a unit came to be, as patterns."""
-    by_name = {tensor.name: tensor for tensor in unit.source.plain}
-    names = [placed.spec.name for placed in unit.files.tensors if not is_filler(placed.spec.name)]
-    origins = tuple(
-        _plain_origin(by_name[name]) if name in by_name else _stacked_origin(plan, unit, name)
-        for name in names
-    )
+    prefix = unit.source.experts_prefix
+    origins = {tensor.name: _plain_origin(tensor) for tensor in unit.source.plain}
     checked: tuple[str, ...] = ()
-    if unit.source.experts_prefix is not None:
-        checked = tuple(
-            name.replace(".experts.0.", ".experts.{expert}.")
-            for name, _, _ in expert_tensors(unit.source.experts_prefix, 0, plan.shape)
-            if name.endswith("weight_shape")
-        )
-    return Unit(unit.name, unit.source.layer, origins, checked)
+    if prefix is not None:
+        origins |= {stack.name: _stacked_origin(plan, prefix, stack) for stack in unit.stacked}
+        first = expert_tensors(prefix, 0, plan.shape)
+        checked = tuple(_pattern(prefix, tensor.name) for tensor in first if tensor.role is None)
+    names = [placed.spec.name for placed in unit.files.tensors if not is_filler(placed.spec.name)]
+    return Unit(unit.name, unit.source.layer, tuple(origins[name] for name in names), checked)
 
 
 def _plain_origin(tensor: PlainTensor) -> Origin:
@@ -180,12 +176,15 @@ def _plain_origin(tensor: PlainTensor) -> Origin:
     return Origin(tensor.name, tensor.rule, cut.axis, parts, (tensor.name,), cut.replicas)
 
 
-def _stacked_origin(plan: OutputPlan, unit: OutputUnit, name: str) -> Origin:
-    prefix = f"{unit.source.experts_prefix}."
-    kind = "weight_packed" if name.endswith("packed") else "weight_scale"
-    projections = ("down_proj",) if name.startswith(prefix + "w2_") else ("gate_proj", "up_proj")
-    sources = tuple(f"{prefix}{{expert}}.{projection}.{kind}" for projection in projections)
-    return Origin(name, "experts", plan.shape.axis(projections[0]), "moe_tp", sources)
+def _stacked_origin(plan: OutputPlan, prefix: str, stack: Stack) -> Origin:
+    projections, role = stack.tensor.projections, stack.tensor.role
+    sources = tuple(f"{prefix}.{{expert}}.{projection}.{role}" for projection in projections)
+    return Origin(stack.name, "experts", plan.shape.cut(projections[0]).axis, "moe_tp", sources)
+
+
+def _pattern(prefix: str, name: str) -> str:
+    """The name of expert 0's tensor as that of any expert's."""
+    return name.replace(f"{prefix}.0.", f"{prefix}.{{expert}}.")
 
 
 def _shard(

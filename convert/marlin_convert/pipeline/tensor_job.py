@@ -105,8 +105,9 @@ class TensorJob:
         with tools.stages.time("repack", part.nbytes):
             np.copyto(part, wanted)
             if tools.check and not np.array_equal(part, wanted):
+                rank = self.tensor.cut.holders(self.work.unit.ranks)[index][0]
                 raise ConvertError(
-                    f"{self.tensor.name}, slice {index}: the copy differs from the source; faulty memory is likely"
+                    f"{self.tensor.name}, rank {rank}: a copied slice differs from the source; faulty memory is likely"
                 )
         return part
 

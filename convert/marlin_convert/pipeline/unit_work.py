@@ -63,8 +63,8 @@ class UnitWork:
                 self.files[rank] = file
                 self.heads[rank] = head
                 file.open(head)
-                for tensor in self.unit.stacked:
-                    self.expert_digests[rank, tensor.name] = np.zeros((tensor.shape[0], 16), np.uint8)
+                for stack in self.unit.stacked:
+                    self.expert_digests[rank, stack.name] = np.zeros((stack.experts, 16), np.uint8)
             self.state = "open"
 
     def job_done(self) -> bool:

@@ -23,7 +23,7 @@ def _routed(plan: OutputPlan, unit: OutputUnit) -> Iterable[str]:
         {expert for rank in plan.ranks for expert in plan.topology.expert_range(rank, plan.experts)}
     )
     for expert in owned:
-        yield from (name for name, _, _ in expert_tensors(unit.source.experts_prefix, expert, plan.shape))
+        yield from (t.name for t in expert_tensors(unit.source.experts_prefix, expert, plan.shape))
 
 
 def needs(source: Source, plan: OutputPlan, units: Iterable[OutputUnit]) -> dict[str, tuple[str, ...]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.errors import SourceError, UsageError
-from marlin_convert.layout.moe import LAYOUTS
+from marlin_convert.layout import DEFAULT_LAYOUT, get_layout
 from marlin_convert.layout.protocol import ExpertShape, Layout, StackedTensor
 from marlin_convert.planning.rules import SourceUnit, source_units
 from marlin_convert.shards.format import (
@@ -21,7 +21,6 @@ from marlin_convert.shards.format import (
 )
 from marlin_convert.slicing import Topology
 
-DEFAULT_LAYOUT = "moe_wna16_marlin.u4b8"
 #: the length of a real source id; plans made before the source is sampled stand in this
 NO_ID = "0" * 32
 
@@ -38,13 +37,32 @@ class Options:
 
 
 @dataclass(frozen=True)
+class Stack:
+    """A stacked tensor of a unit's `experts` local experts, under its full name."""
+
+    name: str
+    experts: int
+    tensor: StackedTensor
+
+    @property
+    def spec(self) -> TensorSpec:
+        """As it stands in a file: [E, *shape]."""
+        return TensorSpec(self.name, self.tensor.dtype, (self.experts, *self.tensor.shape))
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert."""
+        return self.spec.size // self.experts
+
+
+@dataclass(frozen=True)
 class OutputUnit:
     """All ranks' files of one source unit; they share one layout."""
 
     source: SourceUnit
     files: FileLayout
     data_start: int
-    stacked: tuple[StackedTensor, ...]
+    stacked: tuple[Stack, ...]
     ranks: tuple[int | None, ...]
     places: dict[str, Placed] = field(compare=False)
 
@@ -111,11 +129,11 @@ def plan_output(source: Source, options: Options) -> OutputPlan:
     cannot be met.
     """
     topology = Topology.of(options.tp, options.ep)
-    layout, model = LAYOUTS[options.layout], source.model
+    layout, model = get_layout(options.layout), source.model
     if model.experts % topology.ep:
         raise UsageError(f"--ep {topology.ep} does not divide the {model.experts} routed experts")
     shape = model.expert_shape(topology.moe_tp)
-    if (reason := layout.why_not(shape)) is not None:
+    if (reason := layout.validate(shape)) is not None:
         raise UsageError(f"--tp {topology.tp} --ep {topology.ep}: {reason}")
     ranks = _scope("rank", options.ranks, topology.tp)
     layers = _scope("layer", options.layers, model.layers)
@@ -156,17 +174,13 @@ def _unit(
         )
         for tensor in unit.plain
     ]
-    stacked: tuple[StackedTensor, ...] = ()
+    stacked: tuple[Stack, ...] = ()
     if unit.experts_prefix is not None:
         stacked = tuple(
-            StackedTensor(
-                f"{unit.experts_prefix}.{tensor.name}", tensor.dtype, (local_experts, *tensor.shape)
-            )
+            Stack(f"{unit.experts_prefix}.{tensor.name}", local_experts, tensor)
             for tensor in layout.stacked(shape)
         )
-        specs[unit.experts_at : unit.experts_at] = [
-            (TensorSpec(tensor.name, tensor.dtype, tensor.shape), None) for tensor in stacked
-        ]
+        specs[unit.experts_at : unit.experts_at] = [(stack.spec, None) for stack in stacked]
     try:
         files = lay_out(specs)
     except ValueError as error:

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
 from marlin_convert.checkpoint.config import ModelConfig
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.errors import SourceError, UsageError
-from marlin_convert.layout.protocol import PROJECTIONS, ExpertShape
+from marlin_convert.layout.protocol import PROJECTIONS, ExpertShape, Role
 from marlin_convert.slicing import Cut, Topology
 
 #: the axis of the source tensor that each rule cuts
@@ -83,16 +83,27 @@ def _frozen(entry: dict[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
 
 
-def expert_tensors(
-    prefix: str, expert: int, shape: ExpertShape
-) -> Iterator[tuple[str, tuple[str, ...], tuple[int, ...]]]:
-    """(name, accepted dtypes, shape) of the nine source tensors of one routed expert."""
+class ExpertTensor(NamedTuple):
+    """A source tensor of a routed expert; `role` None is weight_shape, which only repeats the geometry."""
+
+    name: str
+    expert: int
+    projection: str
+    role: Role | None
+    dtypes: tuple[str, ...]
+    shape: tuple[int, ...]
+
+
+def expert_tensors(prefix: str, expert: int, shape: ExpertShape) -> Iterator[ExpertTensor]:
+    """The source tensors of one routed expert, in the order in which they are read."""
     for projection in PROJECTIONS:
         out, inputs = shape.matrix(projection)
         module = f"{prefix}.{expert}.{projection}"
-        yield f"{module}.weight_packed", ("I32",), (out, inputs // 8)
-        yield f"{module}.weight_scale", ("BF16",), (out, inputs // shape.group_size)
-        yield f"{module}.weight_shape", ("I32", "I64"), (2,)
+        for role in shape.scheme.roles:
+            sizes = shape.scheme.source_shape(role, out, inputs)
+            dtypes = (shape.scheme.dtype(role),)
+            yield ExpertTensor(f"{module}.{role}", expert, projection, role, dtypes, sizes)
+        yield ExpertTensor(f"{module}.weight_shape", expert, projection, None, ("I32", "I64"), (2,))
 
 
 def source_units(source: Source, topology: Topology) -> list[SourceUnit]:
@@ -192,12 +203,12 @@ def _check_experts(source: Source, prefix: str, seen: set[str]) -> None:
     shape = model.expert_shape()
     missing = []
     for expert in range(model.experts):
-        for name, dtypes, extents in expert_tensors(prefix, expert, shape):
-            if name not in source.tensors:
-                missing.append(name)
+        for tensor in expert_tensors(prefix, expert, shape):
+            if tensor.name not in source.tensors:
+                missing.append(tensor.name)
             else:
-                seen.add(name)
-                _check_entry(source, name, dtypes, extents)
+                seen.add(tensor.name)
+                _check_entry(source, tensor.name, tensor.dtypes, tensor.shape)
     if missing:
         many = (
             f" and {len(missing) - 1} more tensors of this layer's {model.experts} experts"

@@ -4,19 +4,18 @@ come from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from marlin_convert.buffers import aligned_buffer
+from marlin_convert.assemble import assemble_expert, read_pieces
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.checks.report import Finding
 from marlin_convert.files import digest
-from marlin_convert.layout.protocol import PROJECTIONS, ExpertShape, Layout
-from marlin_convert.layout.rows import Rows
-from marlin_convert.reads import Piece, PieceReader, plan_reads
+from marlin_convert.layout.protocol import PROJECTIONS, ExpertShape, Layout, Role
+from marlin_convert.reads import Piece, PieceReader
 
 Bytes = npt.NDArray[np.uint8]
 #: (packed int32 [N, K/8], scale uint16 [N, K/g]) per projection
@@ -59,19 +58,6 @@ class LayerFiles:
         return {name: self.stored(rank, f"{self.prefix}.{name}", begin, len(experts)) for name in names}
 
 
-def read_pieces(reader: PieceReader, pieces: Sequence[Piece]) -> list[Bytes]:
-    """The bytes of each piece, as views of one buffer."""
-    plan = plan_reads(list(pieces))
-    buffer = aligned_buffer(plan.size)
-    files = {piece.file for piece in pieces}
-    reader.open_files(files)
-    try:
-        reader.read(plan, buffer)
-    finally:
-        reader.close_files(files)
-    return [buffer[at : at + piece.size] for at, piece in zip(plan.places, pieces, strict=True)]
-
-
 Originals = Callable[[range], list[Original]]
 
 
@@ -83,7 +69,7 @@ def originals_from_source(source: Source, files: LayerFiles) -> Originals:
             f"{files.prefix}.{expert}.{projection}.{kind}"
             for expert in experts
             for projection in PROJECTIONS
-            for kind in ("weight_packed", "weight_scale")
+            for kind in Role
         ]
         places = [source.tensors[name] for name in names]
         data = read_pieces(
@@ -113,55 +99,33 @@ def originals_restored(
     differs.
     """
 
-    shapes = {tensor.name: tensor.shape for tensor in files.layout.stacked(files.shape)}
-
-    def restore(
-        pieces: Mapping[int, dict[str, Bytes]], experts: range, i: int, projection: str
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint16]]:
-        out, inputs = files.shape.matrix(projection)
-        packed, scale = (
-            np.zeros((out, inputs // 16), np.uint64),
-            np.zeros((out, inputs // files.shape.group_size), np.uint16),
-        )
-        words, scales = files.layout.targets(projection)
-        for index, rank in enumerate(pieces):
-            w = pieces[rank][words].view(np.uint64).reshape(len(experts), shapes[words][0], -1)[i]
-            s = pieces[rank][scales].view(np.uint16).reshape(len(experts), shapes[scales][0], -1)[i]
-            try:
-                files.layout.unpack(
-                    files.shape, projection, index, Rows.of(w), Rows.of(s), Rows.of(packed), Rows.of(scale)
-                )
-            except ValueError as error:
-                report(
-                    Finding(files.path(rank), str(error), files.layer, experts.start + i, projection, rank)
-                )
-        for kind, matrix in (("weight_packed", packed), ("weight_scale", scale)):
-            if digests.get(f"{files.prefix}.{experts.start + i}.{projection}.{kind}") != digest(matrix):
-                what = (
-                    f"{kind}, restored from all ranks, is not what the source had; `marlin-convert verify`"
-                    " says on which rank"
-                )
-                report(
-                    Finding(
-                        f"rank-*/layer-{files.layer:03d}.safetensors",
-                        what,
-                        files.layer,
-                        experts.start + i,
-                        projection,
-                    )
-                )
-        return packed.view(np.int32), scale
-
     def read(experts: range) -> list[Original]:
         group = experts.start // (files.experts // files.ep)
-        pieces = {
-            rank: files.read(rank, experts)
-            for rank in range(group * files.moe_tp, (group + 1) * files.moe_tp)
+        ranks = range(group * files.moe_tp, (group + 1) * files.moe_tp)
+        stored = [files.read(rank, experts) for rank in ranks]
+        return [restore(stored, ranks, experts, i) for i in range(len(experts))]
+
+    def restore(stored: list[dict[str, Bytes]], ranks: range, experts: range, i: int) -> Original:
+        expert, path = experts[i], f"rank-*/layer-{files.layer:03d}.safetensors"
+        slices = [{name: data.reshape(len(experts), -1)[i] for name, data in each.items()} for each in stored]
+        matrices, dirty = assemble_expert(files.layout, files.shape, slices)
+        for index in sorted(dirty):
+            report(
+                Finding(
+                    files.path(ranks[index]), "padding is not zero", files.layer, expert, rank=ranks[index]
+                )
+            )
+        for (projection, role), matrix in matrices.items():
+            if digests.get(f"{files.prefix}.{expert}.{projection}.{role}") != digest(matrix):
+                what = (
+                    f"{role}, restored from all ranks, is not what the source had; `marlin-convert verify` says on"
+                    " which rank"
+                )
+                report(Finding(path, what, files.layer, expert, projection))
+        return {
+            projection: _matrix(files.shape, projection, *(matrices[projection, role] for role in Role))
+            for projection in PROJECTIONS
         }
-        return [
-            {projection: restore(pieces, experts, i, projection) for projection in PROJECTIONS}
-            for i in range(len(experts))
-        ]
 
     return read
 
@@ -170,8 +134,8 @@ def _matrix(
     shape: ExpertShape, projection: str, packed: Bytes, scale: Bytes
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint16]]:
     out, inputs = shape.matrix(projection)
-    aligned_packed = packed if packed.ctypes.data % 4 == 0 else packed.copy()
-    aligned_scale = scale if scale.ctypes.data % 2 == 0 else scale.copy()
+    aligned_packed = packed.reshape(-1) if packed.ctypes.data % 4 == 0 else packed.reshape(-1).copy()
+    aligned_scale = scale.reshape(-1) if scale.ctypes.data % 2 == 0 else scale.reshape(-1).copy()
     return aligned_packed.view(np.int32).reshape(out, inputs // 8), aligned_scale.view(np.uint16).reshape(
-        out, inputs // shape.group_size
+        out, inputs // shape.scheme.group_size
     )

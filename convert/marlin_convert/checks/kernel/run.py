@@ -27,7 +27,7 @@ from marlin_convert.documents.manifest import Manifest, Unit, read_manifest
 from marlin_convert.errors import MachineError, SourceError, UsageError
 from marlin_convert.extras import package_version, require
 from marlin_convert.kernels.providers import Provider, load_for
-from marlin_convert.layout.moe import LAYOUTS
+from marlin_convert.layout import get_layout
 from marlin_convert.shards.reader import Shards, open_shards
 
 TOKENS = (1, 9, 90, 330)
@@ -144,7 +144,7 @@ def manifest_files(
     return LayerFiles(
         layer=unit.layer or 0,
         prefix=prefix,
-        layout=LAYOUTS[manifest.layout_id],
+        layout=get_layout(manifest.layout_id),
         shape=model.expert_shape(manifest.tp // manifest.ep),
         experts=model.experts,
         tp=manifest.tp,

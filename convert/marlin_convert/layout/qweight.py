@@ -1,4 +1,4 @@
-"""The 4-bit Marlin words: `weight_packed` [N, K/8] <-> Marlin [K/16, 2N], and nothing else.
+"""The 4-bit repack: `weight_packed` [N, K/8] <-> Marlin `qweight` [K/16, 2N], and nothing else.
 
 A tile is 16 inputs (k) by 64 outputs (n). In the source, the 16 inputs of one output are 8 consecutive bytes,
 so a tile row is one 64-bit word, and the whole repack is: take rows n and n+8, split nibbles, transpose
@@ -12,7 +12,7 @@ bits, each round its own inverse.
 
 This restates the tile and nibble order that the kernels `gptq_marlin_repack` and `moe_wna16_marlin_gemm` use;
 it is bit-exact against the real op. The arithmetic is on 64-bit words over a run of k-tiles, so that LLVM
-makes vector code of it.
+makes vector code of it. `reference.py` says the same in plain lines.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from marlin_convert.layout.jit import inline, jit
+from marlin_convert.layout.rows import RowView
 
 Flat = npt.NDArray[np.uint64]
 Table = npt.NDArray[np.int64]
@@ -51,10 +52,10 @@ def _mix(n0: Any, n8: Any, n16: Any, n24: Any) -> Any:
     """Rows n, n+8 (a warp) and n+16, n+24 (the next) of one k-tile -> the words j = 0..3, the next warp's in
     the high 32 bits.
     """
-    n0, n16 = swap(n0, n16, _WORDS, _32)  # bytes 0..3 of both warps, bytes 4..7 of both
-    low, high = swap(
-        n0, n16, _NIBBLES, _4
-    )  # lo(b0)|lo(b1)<<4 and hi(b0)|hi(b1)<<4, for j = 0..3 and both warps
+    # bytes 0..3 of both warps, bytes 4..7 of both
+    n0, n16 = swap(n0, n16, _WORDS, _32)
+    # lo(b0)|lo(b1)<<4 and hi(b0)|hi(b1)<<4, for j = 0..3 and both warps
+    low, high = swap(n0, n16, _NIBBLES, _4)
     n8, n24 = swap(n8, n24, _WORDS, _32)
     low8, high8 = swap(n8, n24, _NIBBLES, _4)
     low_even, low_odd = swap(low, low8, _BYTES, _8)  # row n beside row n+8; even j, odd j
@@ -123,54 +124,6 @@ def _load_words(marlin: Any, base: int, stride: int, run: int, words: Any) -> No
             words[i, k] = row[i]
 
 
-@jit
-def pack_words(
-    source: Flat,
-    s_base: int,
-    s_stride: int,
-    size_n: int,
-    k_tiles: int,
-    marlin: Flat,
-    m_base: int,
-    m_stride: int,
-) -> None:
-    """Fill Marlin words (uint64 pairs, [k_tiles, size_n]) from `weight_packed` rows (uint64, [size_n,
-    k_tiles]).
-
-    size_n must be a multiple of 64; source and destination must not overlap.
-    """
-    words = np.empty((64, RUN + 2), np.uint64)  # the 2 keep the rows off each other's cache sets
-    for block in range(0, size_n, 64):
-        for first in range(0, k_tiles, RUN):
-            run = min(RUN, k_tiles - first)
-            _block_to_words(source, s_base + block * s_stride + first, s_stride, run, words)
-            for k in range(run):
-                at = m_base + (first + k) * m_stride + block
-                row = marlin[at : at + 64]
-                for i in range(64):
-                    row[i] = words[i, k]
-
-
-@jit
-def unpack_words(
-    marlin: Flat,
-    m_base: int,
-    m_stride: int,
-    size_n: int,
-    k_tiles: int,
-    source: Flat,
-    s_base: int,
-    s_stride: int,
-) -> None:
-    """Inverse of `pack_words`."""
-    words = np.empty((64, RUN + 2), np.uint64)
-    for block in range(0, size_n, 64):
-        for first in range(0, k_tiles, RUN):
-            run = min(RUN, k_tiles - first)
-            _load_words(marlin, m_base + first * m_stride + block, m_stride, run, words)
-            _words_to_block(words, run, source, s_base + block * s_stride + first, s_stride)
-
-
 @inline
 def _block_differs(words: Any, source: Any, base: int, stride: int, run: int) -> Any:
     """All bits in which the rows that `words` unpacks to differ from 64 rows of `source`, or-ed together."""
@@ -190,57 +143,63 @@ def _block_differs(words: Any, source: Any, base: int, stride: int, run: int) ->
 
 
 @jit
-def first_wrong_word(
-    marlin: Flat,
-    m_base: int,
-    m_stride: int,
-    size_n: int,
-    k_tiles: int,
-    source: Flat,
-    s_base: int,
-    s_stride: int,
-) -> int:
-    """Unpack and compare with `source`: -1 where all agree, else n * k_tiles + kt of a row word that
-    differs.
+def pack_qweight(source: RowView, marlin: RowView) -> None:
+    """Fill Marlin words (uint64 pairs, [k_tiles, size_n]) from `weight_packed` rows (uint64, [size_n, k_tiles]).
+
+    size_n must be a multiple of 64; source and destination must not overlap.
     """
-    words = np.empty((64, RUN + 2), np.uint64)
-    for block in range(0, size_n, 64):
-        for first in range(0, k_tiles, RUN):
-            run = min(RUN, k_tiles - first)
-            base = s_base + block * s_stride + first
-            _load_words(marlin, m_base + first * m_stride + block, m_stride, run, words)
-            if _block_differs(words, source, base, s_stride, run) != np.uint64(0):
-                rows = np.empty(64 * run, np.uint64)
-                _words_to_block(words, run, rows, 0, run)
-                for n in range(64):
-                    for k in range(run):
-                        if source[base + n * s_stride + k] != rows[n * run + k]:
-                            return (block + n) * k_tiles + first + k
-                return (
-                    block * k_tiles + first
-                )  # it differed and does not when it is read again: memory that errs
-    return -1
+    words = np.empty((64, RUN + 2), np.uint64)  # the 2 keep the rows off each other's cache sets
+    for block in range(0, source.rows, 64):
+        for first in range(0, source.cols, RUN):
+            run = min(RUN, source.cols - first)
+            base = source.base + block * source.stride + first
+            _block_to_words(source.flat, base, source.stride, run, words)
+            for k in range(run):
+                at = marlin.base + (first + k) * marlin.stride + block
+                row = marlin.flat[at : at + 64]
+                for i in range(64):
+                    row[i] = words[i, k]
 
 
 @jit
-def pack_table(source: Flat, marlin: Flat, table: Table, check: bool) -> int:
-    """`pack_words` for each row (s_base, s_stride, size_n, k_tiles, m_base, m_stride, ...) of an int64 table:
-    one call for many slices.
+def unpack_qweight(source: RowView, marlin: RowView) -> None:
+    """Inverse of `pack_qweight`: fills `source` from `marlin`."""
+    words = np.empty((64, RUN + 2), np.uint64)
+    for block in range(0, source.rows, 64):
+        for first in range(0, source.cols, RUN):
+            run = min(RUN, source.cols - first)
+            _load_words(marlin.flat, marlin.base + first * marlin.stride + block, marlin.stride, run, words)
+            base = source.base + block * source.stride + first
+            _words_to_block(words, run, source.flat, base, source.stride)
 
-    With `check`, each row of the table is unpacked and compared with its source right after, while all of it
-    is in the cache. Returns the first row that differs, or -1.
+
+@jit
+def qweight_differs(source: RowView, marlin: RowView) -> bool:
+    """Whether the inverse of `marlin` is something else than `source`."""
+    words = np.empty((64, RUN + 2), np.uint64)
+    differ = np.uint64(0)
+    for block in range(0, source.rows, 64):
+        for first in range(0, source.cols, RUN):
+            run = min(RUN, source.cols - first)
+            _load_words(marlin.flat, marlin.base + first * marlin.stride + block, marlin.stride, run, words)
+            base = source.base + block * source.stride + first
+            differ |= _block_differs(words, source.flat, base, source.stride, run)
+    return bool(differ != np.uint64(0))
+
+
+@jit
+def pack_qweight_parts(source: Flat, marlin: Flat, parts: Table, check: bool) -> int:
+    """`pack_qweight` for each row of a table (see `batch.Column`): one call for many slices.
+
+    With `check`, each part is unpacked and compared with its source right after, while all of it is in the
+    cache. Returns the first row that differs, or -1.
     """
     wrong = -1
-    for i in range(table.shape[0]):
-        pack_words(
-            source, table[i, 0], table[i, 1], table[i, 2], table[i, 3], marlin, table[i, 4], table[i, 5]
-        )
-        if (
-            check
-            and first_wrong_word(
-                marlin, table[i, 4], table[i, 5], table[i, 2], table[i, 3], source, table[i, 0], table[i, 1]
-            )
-            >= 0
-        ):
+    for i in range(parts.shape[0]):
+        rows, cols = parts[i, 2], parts[i, 3]
+        from_ = RowView(source, parts[i, 0], parts[i, 1], rows, cols)
+        to = RowView(marlin, parts[i, 4], parts[i, 5], cols, rows)
+        pack_qweight(from_, to)
+        if check and qweight_differs(from_, to):
             wrong = i if wrong < 0 else wrong
     return wrong

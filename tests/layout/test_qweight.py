@@ -4,6 +4,7 @@ flipped bits.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from marlin_convert.layout import marlin
-from marlin_convert.layout.rows import Rows
-from marlin_convert.layout.words import RUN
+from marlin_convert.layout.batch import MarlinBatch, Move
+from marlin_convert.layout.qweight import RUN
+from marlin_convert.layout.rows import RowView
 from oracle import published_codes, read_weights
 
 many = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
@@ -22,6 +24,22 @@ many = settings(deadline=None, max_examples=60, suppress_health_check=[HealthChe
 n_tiles = st.integers(1, 4)
 k_tiles = st.integers(1, 24)
 seeds = st.integers(0, 2**32 - 1)
+
+
+def wrong_row(stored: RowView, source: RowView) -> tuple[int, int] | None:
+    """The (n, k) that is named where the inverse of `stored` is not `source`; None where it is."""
+    move = Move(0, "gate_proj", source, stored, 16 * source.cols)
+    found = MarlinBatch([move], [], 32)._weight_mismatch(move)
+    assert marlin.weight_differs(stored, source) == (found is not None)
+    if found is None:
+        return None
+    match = re.fullmatch(
+        r"weight_packed differs at row (\d+) of the slice, inputs (\d+) to (\d+)", found.where
+    )
+    assert match is not None
+    n, first, last = map(int, match.groups())
+    assert last == first + 15
+    return n, first
 
 
 def random_words(shape: tuple[int, int], seed: int) -> NDArray[np.int32]:
@@ -48,7 +66,7 @@ def test_rows_longer_than_what_is_handled_together(k: int) -> None:
     stored = marlin.pack_weight(packed)
     np.testing.assert_array_equal(read_weights(stored), published_codes(packed).T)
     np.testing.assert_array_equal(marlin.unpack_weight(stored), packed)
-    assert marlin.wrong_row(Rows.of(stored.view(np.uint64)), Rows.of(packed.view(np.uint64))) is None
+    assert wrong_row(RowView.of(stored.view(np.uint64)), RowView.of(packed.view(np.uint64))) is None
 
 
 @many
@@ -67,7 +85,7 @@ class Placed:
         stride = cols + gap
         self.memory = np.full(shift + 8 * (start + rows * stride + 3), 0xEE, np.uint8)
         self.flat = self.memory[shift : shift + 8 * (start + rows * stride)].view(np.uint64)
-        self.rows = Rows(self.flat, start, stride, rows, cols)
+        self.rows = RowView(self.flat, start, stride, rows, cols)
         self.inside = np.zeros(self.memory.size, bool)
         for row in range(rows):
             begin = shift + 8 * (start + row * stride)
@@ -98,13 +116,13 @@ def test_from_and_to_any_place_in_memory(
         for shape, at in zip(((64 * n, k), (k, 64 * n)), zip(starts, gaps, shifts, strict=True), strict=True)
     )
     source.rows.array()[:] = packed.view(np.uint64)
-    marlin.pack_rows(source.rows, target.rows)
+    marlin.pack_weight_view(source.rows, target.rows)
     np.testing.assert_array_equal(target.rows.array().copy().view(np.int32), expected)
     assert source.untouched
     assert target.untouched
-    assert marlin.wrong_row(target.rows, source.rows) is None
+    assert wrong_row(target.rows, source.rows) is None
     source.rows.array()[:] = 0
-    marlin.unpack_rows(target.rows, source.rows)
+    marlin.unpack_weight_view(target.rows, source.rows)
     np.testing.assert_array_equal(source.rows.array().copy().view(np.int32), packed)
     assert source.untouched
 
@@ -119,9 +137,9 @@ def test_packing_commutes_with_slicing(data: st.DataObject, n: int, k: int, seed
     np.testing.assert_array_equal(
         marlin.pack_weight(part), marlin.pack_weight(packed)[k0:k1, 128 * n0 : 128 * n1]
     )
-    view = Rows.of(packed.view(np.uint64)).part(64 * n0, 64 * (n1 - n0), k0, k1 - k0)
+    view = RowView.of(packed.view(np.uint64)).part(64 * n0, 64 * (n1 - n0), k0, k1 - k0)
     stored = np.zeros((k1 - k0, 64 * (n1 - n0)), np.uint64)
-    marlin.pack_rows(view, Rows.of(stored))
+    marlin.pack_weight_view(view, RowView.of(stored))
     np.testing.assert_array_equal(stored.view(np.int32), marlin.pack_weight(part))
 
 
@@ -142,25 +160,25 @@ def test_a_flipped_bit_is_found_where_a_gpu_thread_would_read_it(
 ) -> None:
     packed = random_words((64 * n, 2 * k), seed)
     stored = marlin.pack_weight(packed)
-    source = Rows.of(packed.view(np.uint64))
-    assert marlin.wrong_row(Rows.of(stored.view(np.uint64)), source) is None
+    source = RowView.of(packed.view(np.uint64))
+    assert wrong_row(RowView.of(stored.view(np.uint64)), source) is None
     at = (data.draw(st.integers(0, k - 1)), data.draw(st.integers(0, 128 * n - 1)))
     stored.view(np.uint32)[at] ^= np.uint32(1 << data.draw(st.integers(0, 31)))
     ((wrong_k, wrong_n),) = np.argwhere(read_weights(stored) != published_codes(packed).T)
-    assert marlin.wrong_row(Rows.of(stored.view(np.uint64)), source) == (wrong_n, wrong_k // 16 * 16)
+    assert wrong_row(RowView.of(stored.view(np.uint64)), source) == (wrong_n, wrong_k // 16 * 16)
 
 
 def test_every_single_bit_of_a_tile_is_seen() -> None:
     packed = random_words((64, 2), 5)
     stored = marlin.pack_weight(packed)
-    source, places = Rows.of(packed.view(np.uint64)), Rows.of(stored.view(np.uint64))
+    source, places = RowView.of(packed.view(np.uint64)), RowView.of(stored.view(np.uint64))
     flat = stored.view(np.uint32).reshape(-1)
     found = []
     for bit in range(flat.size * 32):
         flat[bit // 32] ^= np.uint32(1 << bit % 32)
-        found.append(marlin.wrong_row(places, source))
+        found.append(wrong_row(places, source))
         flat[bit // 32] ^= np.uint32(1 << bit % 32)
-    assert marlin.wrong_row(places, source) is None
+    assert wrong_row(places, source) is None
     # Each row of the tile is 16 codes of 4 bits: each of the 64 rows is named once for each of its bits.
     assert sorted(at for at in found if at is not None) == sorted(
         (n, 0) for n in range(64) for _ in range(64)
@@ -181,7 +199,7 @@ def test_of_several_wrong_places_one_is_named(
     differ = {
         (int(j), int(i) // 16 * 16) for i, j in np.argwhere(read_weights(stored) != published_codes(packed).T)
     }
-    found = marlin.wrong_row(Rows.of(stored.view(np.uint64)), Rows.of(packed.view(np.uint64)))
+    found = wrong_row(RowView.of(stored.view(np.uint64)), RowView.of(packed.view(np.uint64)))
     assert found in differ if differ else found is None
 
 
@@ -190,7 +208,12 @@ def test_of_several_wrong_places_one_is_named(
     [((32, 2), (2, 32)), ((96, 2), (2, 96)), ((64, 2), (2, 128)), ((64, 2), (3, 64)), ((64, 2), (64, 2))],
 )
 @pytest.mark.parametrize(
-    "function", [marlin.pack_rows, lambda a, b: marlin.unpack_rows(b, a), lambda a, b: marlin.wrong_row(b, a)]
+    "function",
+    [
+        marlin.pack_weight_view,
+        lambda a, b: marlin.unpack_weight_view(b, a),
+        lambda a, b: marlin.weight_differs(b, a),
+    ],
 )
 def test_shapes_that_do_not_fit_are_refused(
     function: Any, source: tuple[int, int], target: tuple[int, int]
@@ -199,7 +222,7 @@ def test_shapes_that_do_not_fit_are_refused(
         ValueError,
         match=rf"source of {source[0]} x {source[1]} needs a Marlin side of {source[1]} x {source[0]}",
     ):
-        function(Rows.of(np.zeros(source, np.uint64)), Rows.of(np.zeros(target, np.uint64)))
+        function(RowView.of(np.zeros(source, np.uint64)), RowView.of(np.zeros(target, np.uint64)))
 
 
 def test_k_off_the_tile_is_refused() -> None:

@@ -1,0 +1,177 @@
+"""Source tensors put together again out of shards, streaming: the way back that every check and every way out
+of a conversion takes.
+
+Slices are put side by side in the order in which the caller gives them. Whose slice comes where is the
+caller's to say: the checks derive it from the format page, on purpose not from `slicing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from marlin_convert.buffers import aligned_buffer
+from marlin_convert.documents.manifest import Shard, StoredTensor
+from marlin_convert.layout.protocol import ELEMENT, PROJECTIONS, ExpertShape, ExpertSlice, Layout, Role
+from marlin_convert.layout.rows import RowView
+from marlin_convert.reads import Piece, PieceReader, plan_reads
+
+Bytes = npt.NDArray[np.uint8]
+#: rows `begin` to `end` of a whole source tensor, [rows, bytes of a row]
+Fill = Callable[[int, int], Bytes]
+#: the source matrices of an expert, uint8 [out, bytes of a row], by projection and role
+Matrices = dict[tuple[str, Role], Bytes]
+
+#: bytes of one rank's rows read at a time
+CHUNK = 8 << 20
+
+
+@dataclass(frozen=True)
+class StoredSlice:
+    """A tensor as one shard has it."""
+
+    shard: Shard
+    tensor: StoredTensor
+
+    @property
+    def rank(self) -> int:
+        """Whose it is; 0 in common/."""
+        return self.shard.rank or 0
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of its first dimension: of one expert, where it is stacked."""
+        return self.tensor.size // self.tensor.shape[0]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some rows of a source tensor, and what of them each slice holds, by the slice's place in the order."""
+
+    whole: Bytes
+    parts: dict[int, Bytes]
+
+
+def read_pieces(reader: PieceReader, pieces: Sequence[Piece]) -> list[Bytes]:
+    """The bytes of each piece, as views of one page-aligned buffer. Raises SourceError where a file is
+    short.
+    """
+    plan = plan_reads(list(pieces))
+    buffer = aligned_buffer(plan.size)
+    files = {piece.file for piece in pieces}
+    reader.open_files(files)
+    try:
+        reader.read(plan, buffer)
+    finally:
+        reader.close_files(files)
+    return [buffer[at : at + piece.size] for at, piece in zip(plan.places, pieces, strict=True)]
+
+
+def piece_of(stored: StoredSlice, begin: int, end: int) -> Piece:
+    """Where rows `begin` to `end` of a stored tensor lie."""
+    offset = stored.tensor.offset + begin * stored.row_bytes
+    return Piece(stored.shard.path, offset, (end - begin) * stored.row_bytes)
+
+
+def read_rows(reader: PieceReader, stored: StoredSlice, begin: int, end: int) -> Bytes:
+    """Rows `begin` to `end` of a stored tensor, [rows, bytes of a row]."""
+    (data,) = read_pieces(reader, [piece_of(stored, begin, end)])
+    return data.reshape(end - begin, stored.row_bytes)
+
+
+def stream_tensor(
+    reader: PieceReader, slices: Sequence[StoredSlice | None], axis: int | None, fill: Fill | None = None
+) -> Iterator[Chunk]:
+    """A tensor that is cut along `axis` (None or 0: rows, 1: columns), row by row, from its slices in order.
+
+    A slice that is not there (None) comes from `fill`; without that its rows are left out, its columns zero.
+    """
+    known = next(each for each in slices if each is not None)
+    rows, width = known.tensor.shape[0], known.row_bytes
+    if axis == 1:
+        step = max(CHUNK // (width * len(slices)), 1)
+        for begin in range(0, rows, step):
+            yield _joined_columns(reader, slices, range(begin, min(begin + step, rows)), fill)
+        return
+    step = max(CHUNK // width, 1)
+    for index, stored in enumerate(slices):
+        for begin in range(0, rows, step):
+            end = min(begin + step, rows)
+            if stored is not None:
+                part = read_rows(reader, stored, begin, end)
+                yield Chunk(part, {index: part})
+            elif fill is not None:
+                yield Chunk(fill(index * rows + begin, index * rows + end), {})
+
+
+def _joined_columns(
+    reader: PieceReader, slices: Sequence[StoredSlice | None], rows: range, fill: Fill | None
+) -> Chunk:
+    width = next(each.row_bytes for each in slices if each is not None)
+    whole = np.zeros((len(rows), width * len(slices)), np.uint8)
+    if fill is not None and None in slices:
+        whole[:] = fill(rows.start, rows.stop)
+    parts = {
+        index: read_rows(reader, stored, rows.start, rows.stop)
+        for index, stored in enumerate(slices)
+        if stored is not None
+    }
+    for index, part in parts.items():
+        whole[:, index * width : (index + 1) * width] = part
+    return Chunk(whole, parts)
+
+
+def assemble_expert(
+    layout: Layout,
+    shape: ExpertShape,
+    slices: Sequence[Mapping[str, Bytes] | None],
+    fill: Callable[[str, Role], Bytes] | None = None,
+) -> tuple[Matrices, set[int]]:
+    """The published matrices of one expert, from its stored bytes: per slice in order, the bytes of each
+    stacked tensor by name. Slices that are not there (None) come from `fill(projection, role)`, a whole
+    source matrix.
+
+    Also returns the slices whose padding is not zero; what they hold of the matrices means nothing.
+    """
+    stacked, matrices = layout.stacked(shape), {}
+    for projection in PROJECTIONS:
+        for role in shape.scheme.roles:
+            matrix = _empty_matrix(shape, projection, role)
+            if fill is not None and None in slices:
+                matrix[:] = fill(projection, role).reshape(matrix.shape)
+            matrices[projection, role] = matrix
+    dirty = set()
+    for index, pieces in enumerate(slices):
+        if pieces is None:
+            continue
+        stored = {
+            tensor.name: RowView.of(
+                pieces[tensor.name].view(ELEMENT[tensor.role]).reshape(tensor.shape[0], -1)
+            )
+            for tensor in stacked
+        }
+        source = {
+            (projection, role): _slice_of(matrix.view(ELEMENT[role]), projection, index, len(slices))
+            for (projection, role), matrix in matrices.items()
+        }
+        if layout.unpack(shape, ExpertSlice(source, stored)):
+            dirty.add(index)
+    return matrices, dirty
+
+
+def _empty_matrix(shape: ExpertShape, projection: str, role: Role) -> Bytes:
+    rows, cols = shape.scheme.source_shape(role, *shape.matrix(projection))
+    return np.zeros((rows, cols * (4 if role is Role.WEIGHT else 2)), np.uint8)
+
+
+def _slice_of(matrix: npt.NDArray[np.generic], projection: str, index: int, count: int) -> RowView:
+    """Slice `index` of `count`: gate and up are cut along their outputs, down along its inputs. Stated here
+    again, so that the way back does not repeat a mistake of the way there.
+    """
+    rows, cols = matrix.shape
+    if projection == "down_proj":
+        return RowView.of(matrix[:, index * (cols // count) : (index + 1) * (cols // count)])
+    return RowView.of(matrix[index * (rows // count) : (index + 1) * (rows // count)])
