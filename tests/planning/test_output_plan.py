@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from checkpoints import FULL, make_config
 from marlin_convert.checkpoint.source import Source
+from marlin_convert.models.family import parse_config, rules_digest
 from marlin_convert.planning.output import Options, plan_output, rank_folder
 from marlin_convert.planning.report import plan, rule_of
-from marlin_convert.planning.rules import AXES, load_rules, rules_digest
+from marlin_convert.planning.units import AXES
 from marlin_convert.shards.format import is_filler
 from marlin_convert.slicing import Topology
 
@@ -51,9 +53,9 @@ def test_folders(tp: int, rank: int, folder: str) -> None:
 
 
 def test_rules_as_shipped() -> None:
-    rules = load_rules()
-    assert {rule.rule for rule in rules} == {*AXES, "experts"}
-    assert {rule.scope for rule in rules} == {"layer", "dense", "moe", "top", "vision"}
+    rules = parse_config(make_config(FULL)).rules
+    assert {rule.kind for rule in rules} == {*AXES, "experts"}
+    assert {rule.scope for rule in rules} == {"layer", "dense", "moe", "top", "common"}
     assert len({(rule.scope, rule.name) for rule in rules}) == len(rules)
     units = {rule.name: rule.unit for rule in rules if rule.unit}
     assert units == {
@@ -61,10 +63,11 @@ def test_rules_as_shipped() -> None:
         "self_attn.kv_b_proj.weight": "kv_head",
         "self_attn.o_proj.weight": "v_head",
     }
-    assert len(rules_digest()) == 32
+    assert rules_digest(rules) == rules_digest(list(rules))
+    assert rules_digest(rules) != rules_digest(rules[:-1])
     for rule in rules:
-        assert (rule.rule == "common") == (rule.scope == "vision")
-        assert (rule.rule == "vocab") == (rule.name in ("model.embed_tokens.weight", "lm_head.weight"))
+        assert (rule.kind == "common") == (rule.scope == "common")
+        assert (rule.kind == "vocab") == (rule.name in ("model.embed_tokens.weight", "lm_head.weight"))
 
 
 def test_k26(sparse: Sparse) -> None:

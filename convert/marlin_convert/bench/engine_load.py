@@ -20,7 +20,7 @@ from marlin_convert.engines.ring import PinnedRing
 from marlin_convert.kernels.providers import Provider
 from marlin_convert.layout.protocol import ExpertShape
 from marlin_convert.layout.scales import GROUPED
-from marlin_convert.planning.rules import expert_tensors
+from marlin_convert.planning.units import expert_tensors
 from marlin_convert.reads import OpenFile, Piece, Run, plan_reads
 from marlin_convert.slicing import Topology
 
@@ -46,7 +46,7 @@ def engine_load(
     seconds = {"pin": time.perf_counter() - begin, "read and copy": 0.0, "repack": 0.0}
     total = 0
     for layer in layers:
-        prefix = f"{source.prefix}model.layers.{layer}.mlp.experts"
+        prefix = source.layer_prefix(layer) + source.model.experts_module
         names = [tensor.name for expert in owned for tensor in expert_tensors(prefix, expert, shape)]
         begin = time.perf_counter()
         pieces = _pieces(source, names, whole=topology.ep == 1)

@@ -44,9 +44,7 @@ def load_layer(out: str | os.PathLike[str], layer: int, rank: int, device: str) 
     OutputError for damaged files.
     """
     shards = open_shards(out, rank)
-    names = [
-        name for name in shards.names(f"layer-{layer:03d}") if name.endswith(".mlp.experts.w13_weight_packed")
-    ]
+    names = [name for name in shards.names(f"layer-{layer:03d}") if name.endswith(".w13_weight_packed")]
     if not names:
         present = ", ".join(str(number) for number in shards.manifest.layers)
         raise UsageError(f"{out} has no routed experts of layer {layer}; its layers are {present}")
@@ -58,7 +56,8 @@ def load_layer(out: str | os.PathLike[str], layer: int, rank: int, device: str) 
         return Matrix(tensors[f"{prefix}{name}_weight_packed"], tensors[f"{prefix}{name}_weight_scale"])
 
     w13, w2, manifest = matrix("w13"), matrix("w2"), shards.manifest
-    experts, local = int(manifest.model["n_routed_experts"]), w13.words.shape[0]
+    local = w13.words.shape[0]
+    experts = local * manifest.ep
     owned = Topology(manifest.tp, manifest.ep).expert_range(rank, experts)
     return LoadedLayer(
         w13=w13,

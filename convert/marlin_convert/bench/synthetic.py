@@ -1,4 +1,4 @@
-"""A checkpoint of full-size Kimi-K2.6 MoE layers with random weights, for benches: real widths, as many
+"""A checkpoint of MoE layers of full size with random weights, for benches: real widths, as many
 layers and experts as asked for.
 """
 
@@ -11,17 +11,19 @@ from typing import Any
 
 import numpy as np
 
-from marlin_convert.checkpoint.config import ModelConfig, parse_config
 from marlin_convert.checkpoint.header import DTYPE_SIZE
 from marlin_convert.checkpoint.source import INDEX_NAME
-from marlin_convert.planning.rules import expert_tensors, load_rules
+from marlin_convert.layout.protocol import ExpertShape
+from marlin_convert.models.family import ModelConfig, Scope, parse_config
+from marlin_convert.models.kimi_k2 import PUBLISHED
+from marlin_convert.planning.units import expert_tensors
 
 #: random bytes that all tensors are cut from
 BLOCK = 64 << 20
 
 
 def config(layers: int, experts: int) -> dict[str, Any]:
-    """A config.json with K2.6's widths and a small vocabulary, without dense layers and vision."""
+    """A config.json with the published widths and a small vocabulary, without dense layers and vision."""
     weights = {
         "num_bits": 4,
         "group_size": 32,
@@ -31,25 +33,11 @@ def config(layers: int, experts: int) -> dict[str, Any]:
         "dynamic": False,
         "actorder": None,
     }
-    return {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "moe_intermediate_size": 2048,
+    return PUBLISHED | {
         "num_hidden_layers": layers,
         "first_k_dense_replace": 0,
-        "moe_layer_freq": 1,
         "n_routed_experts": experts,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "num_attention_heads": 64,
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
         "vocab_size": 1024,
-        "num_nextn_predict_layers": 0,
         "quantization_config": {
             "quant_method": "compressed-tensors",
             "format": "pack-quantized",
@@ -72,8 +60,8 @@ def make_layers(folder: Path, layers: int, experts: int) -> int:
     total = 0
     for number in range(layers + 1):
         name = f"model-{number + 1:05d}-of-{layers + 1:06d}.safetensors"
-        tensors = list(_layer(model, number) if number < layers else _top(model))
-        total += _write(folder / name, tensors, block)
+        tensors = list(_layer(model, number) if number < layers else _plain(model, "", "top"))
+        total += _write(folder / name, tensors, model.expert_shape(), block)
         weight_map |= {tensor: name for tensor, _, _ in tensors}
     (folder / INDEX_NAME).write_text(
         json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map})
@@ -86,22 +74,22 @@ Tensor = tuple[str, str, tuple[int, ...]]
 
 def _layer(model: ModelConfig, layer: int) -> Iterator[Tensor]:
     prefix = f"model.layers.{layer}."
-    for rule in load_rules():
-        if rule.scope in ("layer", "moe") and rule.shape is not None:
-            yield prefix + rule.name, rule.dtype[0], tuple(model.dims[size] for size in rule.shape)
-    shape = model.expert_shape()
+    module = prefix + model.experts_module
+    yield from _plain(model, prefix, "layer", "moe")
     for expert in range(model.experts):
-        for tensor in expert_tensors(f"{prefix}mlp.experts", expert, shape):
+        for tensor in expert_tensors(module, expert, model.expert_shape()):
             yield tensor.name, tensor.dtypes[0], tensor.shape
 
 
-def _top(model: ModelConfig) -> Iterator[Tensor]:
-    for rule in load_rules():
-        if rule.scope == "top" and rule.shape is not None:
-            yield rule.name, rule.dtype[0], tuple(model.dims[size] for size in rule.shape)
+def _plain(model: ModelConfig, prefix: str, *scopes: Scope) -> Iterator[Tensor]:
+    for rule in model.rules:
+        if rule.scope in scopes and rule.shape is not None:
+            yield prefix + rule.name, rule.dtype[0], tuple(model.dims[size] for size in rule.shape)
 
 
-def _write(path: Path, tensors: list[Tensor], block: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
+def _write(
+    path: Path, tensors: list[Tensor], expert: ExpertShape, block: np.ndarray[Any, np.dtype[np.uint8]]
+) -> int:
     """One file: header, then slices of the random block; weight_shape says what it must."""
     tensors.sort(key=lambda tensor: (-DTYPE_SIZE[tensor[1]], tensor[0]))
     header, at = {}, 0
@@ -116,8 +104,7 @@ def _write(path: Path, tensors: list[Tensor], block: np.ndarray[Any, np.dtype[np
         shift = 0
         for name, dtype, shape in tensors:
             if name.endswith(".weight_shape"):
-                out, inputs = (7168, 2048) if ".down_proj." in name else (2048, 7168)
-                file.write(np.array([out, inputs], np.int32).tobytes())
+                file.write(np.array(expert.matrix(name.split(".")[-2]), np.int32).tobytes())
                 continue
             left = int(np.prod(shape)) * DTYPE_SIZE[dtype]
             shift = (shift + 4096 * 37) % (BLOCK // 2)

@@ -8,14 +8,15 @@ import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from marlin_convert.checkpoint.config import ModelConfig, parse_config
 from marlin_convert.checkpoint.header import Header, TensorEntry
 from marlin_convert.checkpoint.hub_files import HubOptions
 from marlin_convert.checkpoint.store import RECORD, FolderStore, Store, recorded_origin
 from marlin_convert.errors import ConvertError, SourceError, UsageError
+from marlin_convert.models.family import ModelConfig, parse_config
 
 INDEX_NAME = "model.safetensors.index.json"
 #: never copied beside the shards: other weights, and what version control and downloaders leave
@@ -78,10 +79,14 @@ class Source:
         """Bytes of all tensors."""
         return sum(tensor.entry.size for tensor in self.tensors.values())
 
-    @property
+    @cached_property
     def prefix(self) -> str:
-        """What stands before `model.layers` in the names of the text model: "language_model." or ""."""
-        return "language_model." if any(name.startswith("language_model.") for name in self.tensors) else ""
+        """What stands before `model.layers` in the names of the text model, such as "language_model."."""
+        return self.model.family.prefix(self.tensors)
+
+    def layer_prefix(self, layer: int) -> str:
+        """What the names of a layer's tensors begin with."""
+        return f"{self.prefix}model.layers.{layer}."
 
 
 def open_source(source: str, hub: HubOptions | None = None) -> Source:

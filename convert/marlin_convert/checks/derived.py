@@ -4,16 +4,16 @@ digests all fit can still be wrong.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from marlin_convert.checks.kept_source import KeptSource
-from marlin_convert.checks.origins import expected_origin, fused_pairs
+from marlin_convert.checks.origins import expected_origin
 from marlin_convert.checks.report import Finding, Report
 from marlin_convert.documents.manifest import FusedTensor, Manifest, Padding, Shard, StoredTensor
 from marlin_convert.kernels.quant_types import kernel_type
 from marlin_convert.layout import get_layout, known_layouts
+from marlin_convert.models.family import Facts, ModelConfig
 from marlin_convert.shards.format import is_filler
 
 
@@ -62,7 +62,7 @@ def _wrong_facts(manifest: Manifest, kept: KeptSource) -> Iterator[str]:
         for key, value in values.items():
             if (given := getattr(getattr(manifest, section), key)) != value:
                 yield f"{section}.{key} {given}, it must be {value}"
-    constants = model_constants(model.text)
+    constants = model_constants(model)
     for key in sorted(constants.keys() | manifest.model.keys()):
         if manifest.model.get(key) != constants.get(key):
             yield (
@@ -80,23 +80,21 @@ def _wrong_facts(manifest: Manifest, kept: KeptSource) -> Iterator[str]:
         )
 
 
-def model_constants(text: Mapping[str, Any]) -> dict[str, Any]:
+def model_constants(model: ModelConfig) -> dict[str, Any]:
     """The constants an engine needs, from the text model's config: all its plain values, one level deep, and
-    the softmax scale.
+    what its family has besides.
     """
-    constants = {key: value for key, value in text.items() if isinstance(value, (int, float, str, bool))}
-    for key, section in text.items():
+    constants = {
+        key: value for key, value in model.text.items() if isinstance(value, (int, float, str, bool))
+    }
+    for key, section in model.text.items():
         if isinstance(section, Mapping) and not key.endswith("_config"):
             constants |= {
                 f"{key}.{inner}": value
                 for inner, value in section.items()
                 if not isinstance(value, (list, dict))
             }
-    scale = 1.0 / math.sqrt(text["qk_nope_head_dim"] + text["qk_rope_head_dim"])
-    yarn = text.get("rope_scaling") or {}
-    if yarn.get("mscale_all_dim") and yarn.get("factor", 1) > 1:
-        scale *= (0.1 * yarn["mscale_all_dim"] * math.log(yarn["factor"]) + 1.0) ** 2
-    return constants | {"softmax_scale": scale}
+    return constants | model.family.facts.constants(model.text)
 
 
 def _wrong_shard(manifest: Manifest, kept: KeptSource, shard: Shard) -> Iterator[str]:
@@ -109,7 +107,7 @@ def _wrong_shard(manifest: Manifest, kept: KeptSource, shard: Shard) -> Iterator
     tensors = {tensor.name: tensor for tensor in shard.tensors if not is_filler(tensor.name)}
     for tensor in tensors.values():
         yield from _wrong_tensor(manifest, kept, tensor)
-    views = sorted(_expected_views(tensors), key=lambda view: view.name)
+    views = sorted(_expected_views(tensors, kept.model.family.facts), key=lambda view: view.name)
     if sorted(shard.fused, key=lambda view: view.name) != views:
         yield (
             f"that its fused views are {[view.name for view in shard.fused]}, by the format"
@@ -121,7 +119,7 @@ def _wrong_tensor(manifest: Manifest, kept: KeptSource, tensor: StoredTensor) ->
     """dtype and shape against the kept headers. (Shapes of stacked tensors are the layout's and checked with
     their data.)
     """
-    origin = expected_origin(tensor.name)
+    origin = expected_origin(tensor.name, kept.model, manifest.tp)
     stacked = origin.rule == "experts"
     source = kept.entries.get(origin.sources[0].replace("{expert}", "0"))
     if source is None:
@@ -129,7 +127,10 @@ def _wrong_tensor(manifest: Manifest, kept: KeptSource, tensor: StoredTensor) ->
     shape = (
         tensor.shape
         if stacked
-        else tuple(n // manifest.tp if axis == origin.axis else n for axis, n in enumerate(source.shape))
+        else tuple(
+            n // (manifest.tp // origin.replicas) if axis == origin.axis else n
+            for axis, n in enumerate(source.shape)
+        )
     )
     if (tensor.dtype, tensor.shape) != (source.dtype, shape):
         yield (
@@ -140,12 +141,16 @@ def _wrong_tensor(manifest: Manifest, kept: KeptSource, tensor: StoredTensor) ->
         yield f"that {tensor.name} has {'no' if stacked else ''} digests of experts"
 
 
-def _expected_views(tensors: Mapping[str, StoredTensor]) -> Iterator[FusedTensor]:
+def _expected_views(tensors: Mapping[str, StoredTensor], facts: Facts) -> Iterator[FusedTensor]:
     for name, tensor in tensors.items():
-        for first, second, fused in fused_pairs():
-            other = tensors.get(name.removesuffix(first) + second)
-            if name.endswith(f".{first}") and other is not None:
-                shape = (tensor.shape[0] + other.shape[0], *tensor.shape[1:])
+        for endings, fused in facts.views:
+            if not name.endswith(f".{endings[0]}"):
+                continue
+            module = name.removesuffix(endings[0])
+            members = [tensors[module + ending] for ending in endings if module + ending in tensors]
+            if len(members) == len(endings):
+                rows = sum(member.shape[0] for member in members)
+                names = tuple(member.name for member in members)
                 yield FusedTensor(
-                    name.removesuffix(first) + fused, tensor.dtype, shape, tensor.offset, (name, other.name)
+                    module + fused, tensor.dtype, (rows, *tensor.shape[1:]), tensor.offset, names
                 )

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from marlin_convert.checkpoint.config import ModelConfig, parse_config
 from marlin_convert.checkpoint.header import Header, TensorEntry, parse_header
 from marlin_convert.documents.manifest import Manifest
 from marlin_convert.errors import ConvertError, OutputError
 from marlin_convert.files import digest
+from marlin_convert.models.family import ModelConfig, parse_config
 
 ZEROS = bytes(16)
 

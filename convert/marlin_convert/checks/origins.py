@@ -1,17 +1,16 @@
-"""How a tensor of the format comes to be, stated again from schemas/README.md and the published model, for
-the checks alone.
+"""How a tensor of the format comes to be, stated again from schemas/README.md and the facts of its family,
+for the checks alone.
 
 A manifest that is consistent in itself can still be wrong (gate and up exchanged in bytes and in text). So
-the checks compare it with this, and import nothing from planning.
+the checks compare it with this. They import nothing from planning, and of a family's module they use the
+facts at its end, which share nothing with the rules that a conversion goes by.
 """
 
 from __future__ import annotations
 
 from marlin_convert.documents.manifest import Origin
+from marlin_convert.models.family import ModelConfig
 
-_COLUMN = ("self_attn.q_b_proj.weight", "self_attn.kv_b_proj.weight", "gate_proj.weight", "up_proj.weight")
-_ROW = ("self_attn.o_proj.weight", "down_proj.weight")
-_VOCAB = ("embed_tokens.weight", "lm_head.weight")
 _STACKED = {
     "w13_weight_packed": (0, ("gate_proj.weight_packed", "up_proj.weight_packed")),
     "w13_weight_scale": (0, ("gate_proj.weight_scale", "up_proj.weight_scale")),
@@ -20,32 +19,32 @@ _STACKED = {
 }
 
 
-def expected_origin(name: str) -> Origin:
+def expected_origin(name: str, model: ModelConfig, tp: int) -> Origin:
     """The origin a stored tensor of this name must have."""
+    facts = model.family.facts
     prefix, _, last = name.rpartition(".")
-    if prefix.endswith(".mlp.experts") and last in _STACKED:
+    if prefix.endswith(f".{facts.experts}") and last in _STACKED:
         axis, sources = _STACKED[last]
         return Origin(
             name, "experts", axis, "moe_tp", tuple(f"{prefix}.{{expert}}.{source}" for source in sources)
         )
-    if name.startswith(("vision_tower.", "mm_projector.")):
+    if name.startswith(facts.common):
         return Origin(name, "common", None, None, (name,))
-    for rule, axis, endings in (("column", 0, _COLUMN), ("row", 1, _ROW), ("vocab", 0, _VOCAB)):
+    for rule, axis, endings in (
+        ("column", 0, facts.columns),
+        ("row", 1, facts.rows),
+        ("vocab", 0, facts.vocab),
+    ):
         if name.endswith(endings):
-            return Origin(name, rule, axis, "tp", (name,))
+            return Origin(name, rule, axis, "tp", (name,), _replicas(name, model, tp))
     return Origin(name, "replicate", None, None, (name,))
 
 
-def fused_pairs() -> tuple[tuple[str, str, str], ...]:
-    """Neighbours that may be read as one: the two endings of their names, and that of the view."""
-    return (
-        (
-            "self_attn.q_a_proj.weight",
-            "self_attn.kv_a_proj_with_mqa.weight",
-            "self_attn.fused_qkv_a_proj_with_mqa.weight",
-        ),
-        ("gate_proj.weight", "up_proj.weight", "gate_up_proj.weight"),
-    )
+def _replicas(name: str, model: ModelConfig, tp: int) -> int:
+    """On how many ranks in a row each slice is: more than one where there are fewer slices than ranks."""
+    shared = model.family.facts.shared
+    slices = next((model.text[key] for ending, key in shared.items() if name.endswith(ending)), tp)
+    return max(tp // slices, 1)
 
 
 def expert_owner(expert: int, experts: int, tp: int, ep: int) -> range:

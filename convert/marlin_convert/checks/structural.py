@@ -11,8 +11,8 @@ from pathlib import Path
 
 import xxhash
 
-from marlin_convert.checkpoint.config import rewritten
 from marlin_convert.checkpoint.header import Header
+from marlin_convert.checkpoint.quantization import rewritten
 from marlin_convert.checkpoint.source import INDEX_NAME, Source
 from marlin_convert.checkpoint.store import header_of
 from marlin_convert.checks.kept_source import ZEROS, KeptSource
@@ -82,7 +82,7 @@ def check_documents(manifest: Manifest, kept: KeptSource, out: Path, report: Rep
         report.add(Finding("config.json", "is not the source's with the quantization_config of this format"))
     for unit in manifest.units:
         for origin in unit.tensors:
-            if origin != expected_origin(origin.tensor):
+            if origin != expected_origin(origin.tensor, kept.model, manifest.tp):
                 report.add(
                     Finding(
                         "manifest.json",

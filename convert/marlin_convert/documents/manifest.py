@@ -77,7 +77,7 @@ class Parallel(Struct, frozen=True):
     tp: Annotated[Positive, about("ranks in all")]
     ep: Annotated[Positive, about("groups of ranks that the routed experts are split over")]
     moe_tp: Annotated[Positive, about("tp / ep: slices of one expert", maximum=64)]
-    rules: Annotated[Digest, about("xxh3-128 of the rule table")]
+    rules: Annotated[Digest, about("xxh3-128 of the JSON of the rules")]
     padding: Annotated[Padding | None, about("zeros at the end of each expert's slice, or null")]
 
     def __post_init__(self) -> None:
@@ -199,7 +199,7 @@ Model = Annotated[
     dict[str, Constant],
     about(
         "constants of the text model for an engine, flat: KEY or SECTION.KEY of its config, softmax_scale",
-        required=["hidden_size", "n_routed_experts", "num_hidden_layers", "softmax_scale"],
+        required=["hidden_size", "num_hidden_layers", "softmax_scale"],
         properties={
             "softmax_scale": {
                 "type": "number",
@@ -207,11 +207,6 @@ Model = Annotated[
                 "description": "of the attention, YaRN's magnitude included",
             },
             "hidden_size": {"type": "integer", "minimum": 1, "description": "hidden size"},
-            "n_routed_experts": {
-                "type": "integer",
-                "minimum": 1,
-                "description": "routed experts of a layer",
-            },
             "num_hidden_layers": {
                 "type": "integer",
                 "minimum": 1,

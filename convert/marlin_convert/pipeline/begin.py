@@ -20,7 +20,6 @@ from marlin_convert.errors import MachineError, SourceError, UsageError
 from marlin_convert.files import existing
 from marlin_convert.pipeline.records import WORK, WorkFolder
 from marlin_convert.planning.output import OutputPlan
-from marlin_convert.planning.rules import rules_digest
 from marlin_convert.shards.finished import FinishedUnit
 from marlin_convert.shards.format import FORMAT_VERSION
 
@@ -68,7 +67,7 @@ def job_options(plan: OutputPlan, verify: str) -> dict[str, Any]:
     return {
         "format_version": FORMAT_VERSION,
         "layout": plan.layout.id,
-        "rules": rules_digest(),
+        "rules": plan.rules,
         "tp": plan.topology.tp,
         "ep": plan.topology.ep,
         "ranks": list(plan.ranks),

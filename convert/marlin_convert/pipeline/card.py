@@ -51,7 +51,7 @@ def model_card(
             *_front_matter(source, identity),
             "---",
             "",
-            f"# {_title(identity)} for {plan.topology.tp} GPUs, Marlin layout",
+            f"# {_title(source, identity)} for {plan.topology.tp} GPUs, Marlin layout",
             "",
             (
                 f"Made by marlin-convert from {_origin(identity)}: the same weights, cut for"
@@ -97,8 +97,8 @@ def carried_lines(readme: bytes) -> list[str]:
     ]
 
 
-def _title(identity: SourceIdentity) -> str:
-    return "Kimi-K2" if identity.repo is None else identity.repo.partition("/")[2]
+def _title(source: Source, identity: SourceIdentity) -> str:
+    return source.model.family.title if identity.repo is None else identity.repo.partition("/")[2]
 
 
 def _origin(identity: SourceIdentity) -> str:

@@ -39,7 +39,7 @@ from marlin_convert.pipeline.tensor_job import tensor_jobs
 from marlin_convert.pipeline.unit_work import Kept, UnitWork
 from marlin_convert.planning.needs import needs
 from marlin_convert.planning.output import Options, OutputPlan, OutputUnit, plan_output
-from marlin_convert.planning.rules import expert_tensors
+from marlin_convert.planning.units import expert_tensors
 from marlin_convert.progress import Progress
 from marlin_convert.reads import PieceReader
 from marlin_convert.shards.finished import FinishedUnit

@@ -18,7 +18,7 @@ from marlin_convert.layout.rows import RowView
 from marlin_convert.pipeline.stages import Tools
 from marlin_convert.pipeline.unit_work import UnitWork
 from marlin_convert.planning.output import Stack
-from marlin_convert.planning.rules import ExpertTensor, expert_tensors
+from marlin_convert.planning.units import ExpertTensor, expert_tensors
 from marlin_convert.reads import Piece, ReadPlan, plan_reads
 
 #: the memory of a batch in each role's elements

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from marlin_convert.checkpoint.config import rewritten
+from marlin_convert.checkpoint.quantization import rewritten
 from marlin_convert.checkpoint.source import INDEX_NAME, Source
 from marlin_convert.documents.codec import NO_DIGEST, sealed
 from marlin_convert.documents.engine_files import quantization_config

@@ -4,11 +4,9 @@ the same conversion.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from marlin_convert.checkpoint.config import ModelConfig
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.documents.codec import NO_DIGEST, sealed, write
 from marlin_convert.documents.engine_files import Index, IndexMetadata
@@ -28,8 +26,9 @@ from marlin_convert.documents.manifest import (
 )
 from marlin_convert.files import digest
 from marlin_convert.kernels.quant_types import kernel_type
+from marlin_convert.models.family import ModelConfig
 from marlin_convert.planning.output import OutputPlan, OutputUnit, Stack
-from marlin_convert.planning.rules import PlainTensor, expert_tensors, rules_digest
+from marlin_convert.planning.units import PlainTensor, expert_tensors
 from marlin_convert.shards.finished import FinishedFile, FinishedUnit
 from marlin_convert.shards.format import FORMAT, FORMAT_VERSION, is_filler
 
@@ -46,8 +45,8 @@ def rank_index(units: list[OutputUnit]) -> bytes:
 
 
 def model_constants(model: ModelConfig) -> dict[str, Any]:
-    """The scalars of the text model's config, flat (`rope_scaling.factor`), for an engine that reads nothing
-    else.
+    """The scalars of the text model's config, flat (`rope_scaling.factor`), and what its family adds, for an
+    engine that reads nothing else.
     """
     constants: dict[str, Any] = {}
     for key, value in sorted(model.text.items()):
@@ -59,19 +58,7 @@ def model_constants(model: ModelConfig) -> dict[str, Any]:
             }
         elif isinstance(value, (int, float, str, bool)):
             constants[key] = value
-    return constants | {"softmax_scale": softmax_scale(model.text)}
-
-
-def softmax_scale(text: Mapping[str, Any]) -> float:
-    """The attention's softmax scale: 1/sqrt(nope + rope), times the square of YaRN's magnitude where
-    mscale_all_dim is given.
-    """
-    scale = 1.0 / math.sqrt(text["qk_nope_head_dim"] + text["qk_rope_head_dim"])
-    rope = text.get("rope_scaling") or {}
-    factor, all_dim = rope.get("factor", 1), rope.get("mscale_all_dim", 0)
-    if all_dim and factor > 1:
-        scale *= (0.1 * all_dim * math.log(factor) + 1.0) ** 2
-    return scale
+    return constants | model.family.constants(model.text)
 
 
 def digest_offsets(plan: OutputPlan) -> dict[DigestPlace, int]:
@@ -148,7 +135,7 @@ def _layout(plan: OutputPlan) -> StoredLayout:
 
 def _parallel(plan: OutputPlan) -> Parallel:
     topology = plan.topology
-    return Parallel(topology.tp, topology.ep, topology.moe_tp, rules_digest(), padding(plan))
+    return Parallel(topology.tp, topology.ep, topology.moe_tp, plan.rules, padding(plan))
 
 
 def padding(plan: OutputPlan) -> Padding | None:

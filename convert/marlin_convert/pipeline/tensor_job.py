@@ -17,7 +17,7 @@ from marlin_convert.errors import ConvertError
 from marlin_convert.files import PAGE
 from marlin_convert.pipeline.stages import Tools
 from marlin_convert.pipeline.unit_work import UnitWork
-from marlin_convert.planning.rules import PlainTensor
+from marlin_convert.planning.units import PlainTensor
 from marlin_convert.reads import Piece, plan_reads
 from marlin_convert.slicing import Rank, span
 

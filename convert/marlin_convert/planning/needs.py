@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.planning.output import OutputPlan, OutputUnit
-from marlin_convert.planning.rules import expert_tensors
+from marlin_convert.planning.units import expert_tensors
 
 
 def unit_files(source: Source, plan: OutputPlan, unit: OutputUnit) -> tuple[str, ...]:

@@ -9,7 +9,8 @@ from marlin_convert.checkpoint.source import Source
 from marlin_convert.errors import SourceError, UsageError
 from marlin_convert.layout import DEFAULT_LAYOUT, get_layout
 from marlin_convert.layout.protocol import ExpertShape, Layout, StackedTensor
-from marlin_convert.planning.rules import SourceUnit, source_units
+from marlin_convert.models.family import rules_digest
+from marlin_convert.planning.units import SourceUnit, source_units
 from marlin_convert.shards.format import (
     FileLayout,
     Placed,
@@ -94,6 +95,8 @@ class OutputPlan:
     ranks: tuple[int, ...]
     layers: tuple[int, ...]
     complete: bool
+    #: digest of the rules it was made by
+    rules: str
 
     def path(self, unit: OutputUnit, rank: int | None) -> str:
         """A shard's path inside OUT."""
@@ -139,11 +142,22 @@ def plan_output(source: Source, options: Options) -> OutputPlan:
     layers = _scope("layer", options.layers, model.layers)
     units = [
         _unit(unit, layout, shape, topology, model.experts // topology.ep, ranks)
-        for unit in source_units(source, topology)
+        for unit in source_units(source, topology.tp)
         if _in_scope(unit, options.layers, layers)
     ]
     complete = len(ranks) == topology.tp and options.layers is None
-    return OutputPlan(options, topology, layout, shape, model.experts, tuple(units), ranks, layers, complete)
+    return OutputPlan(
+        options=options,
+        topology=topology,
+        layout=layout,
+        shape=shape,
+        experts=model.experts,
+        units=tuple(units),
+        ranks=ranks,
+        layers=layers,
+        complete=complete,
+        rules=rules_digest(model.rules),
+    )
 
 
 def _scope(what: str, wanted: Sequence[int] | None, count: int) -> tuple[int, ...]:
@@ -168,10 +182,7 @@ def _unit(
     ranks: tuple[int, ...],
 ) -> OutputUnit:
     specs: list[tuple[TensorSpec, str | None]] = [
-        (
-            TensorSpec(tensor.name, tensor.dtype, tensor.cut.local_shape(tensor.shape)),
-            _fused_name(tensor.name, tensor.fuse),
-        )
+        (TensorSpec(tensor.name, tensor.dtype, tensor.cut.local_shape(tensor.shape)), tensor.fuse)
         for tensor in unit.plain
     ]
     stacked: tuple[Stack, ...] = ()
@@ -207,11 +218,3 @@ def _metadata(
     routed = rank is not None and unit.experts_prefix is not None
     owned = topology.expert_range(rank, experts) if routed and rank is not None else range(0)
     return metadata_of(source_id, layout.id, topology.tp, topology.ep, rank, layer, owned)
-
-
-def _fused_name(tensor: str, fuse: str | None) -> str | None:
-    """The fused view's full name: the tensor's own path with the rule's ending."""
-    if fuse is None:
-        return None
-    layer_end = tensor.index(".", tensor.index("layers.") + len("layers."))
-    return tensor[: layer_end + 1] + fuse

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from marlin_convert.checkpoint.config import ModelConfig
 from marlin_convert.checkpoint.identity import identify
 from marlin_convert.checkpoint.source import Source, open_source
 from marlin_convert.checks.kept_source import read_kept_source
@@ -28,6 +27,7 @@ from marlin_convert.errors import MachineError, SourceError, UsageError
 from marlin_convert.extras import package_version, require
 from marlin_convert.kernels.providers import Provider, load_for
 from marlin_convert.layout import get_layout
+from marlin_convert.models.family import ModelConfig
 from marlin_convert.shards.reader import Shards, open_shards
 
 TOKENS = (1, 9, 90, 330)

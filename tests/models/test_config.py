@@ -12,9 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from checkpoints import FULL, SMALL, Form, make_config
-from marlin_convert.checkpoint.config import ModelConfig, Quantization, parse_config, rewritten
+from checkpoints import FULL, SMALL, Form, make_config, plan_files
+from marlin_convert.checkpoint.quantization import Quantization, rewritten
 from marlin_convert.errors import SourceError
+from marlin_convert.models.family import ModelConfig, parse_config
 
 WEIGHTS = ("text_config", "quantization_config", "config_groups", "group_0", "weights")
 REPLACEMENT = {"quant_method": "marlin-convert"}
@@ -70,11 +71,25 @@ def test_the_published_sizes() -> None:
 def test_a_flat_config_has_the_same_text_model_and_no_vision() -> None:
     nested, flat = parse_config(make_config(FULL)), parse_config(make_config(FULL, "k2-thinking"))
     assert flat.quantization.found_at == ""
-    assert flat.vision == {}
+    assert not any(rule.scope == "common" for rule in flat.rules)
+    assert flat.rules == nested.rules[: len(flat.rules)]
     assert flat.dims == {
         key: value for key, value in nested.dims.items() if not key.startswith("vt_") and key != "text_hidden"
     }
     assert (flat.layers, flat.moe_layers, flat.experts) == (nested.layers, nested.moe_layers, nested.experts)
+
+
+def test_the_vision_rules_are_the_published_tensors_and_no_others() -> None:
+    """335 of them, by the test's own list of names and shapes."""
+    model = parse_config(make_config(FULL))
+    rules = {rule.name: rule for rule in model.rules if rule.kind == "common"}
+    published = {tensor.name: tensor for file in plan_files(FULL)[-2:] for tensor in file}
+    assert len(published) == 335
+    assert rules.keys() == published.keys()
+    for name, rule in rules.items():
+        assert tuple(model.dims[size] for size in rule.shape or ()) == published[name].shape, name
+        assert rule.dtype == ("BF16",)
+        assert not rule.optional
 
 
 def test_quantization_at_the_top_of_a_nested_config() -> None:

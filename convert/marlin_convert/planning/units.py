@@ -1,50 +1,32 @@
-"""The rule table (`rules.toml`) expanded for one model: every tensor there should be, and how it is cut."""
+"""A family's rules expanded for one checkpoint: every tensor there should be, and how it is cut."""
 
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import xxhash
-
-from marlin_convert.checkpoint.config import ModelConfig
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.errors import SourceError, UsageError
 from marlin_convert.layout.protocol import PROJECTIONS, ExpertShape, Role
-from marlin_convert.slicing import Cut, Topology
+from marlin_convert.models.family import Kind, Rule
+from marlin_convert.slicing import Cut
 
-#: the axis of the source tensor that each rule cuts
-AXES: dict[str, int | None] = {"column": 0, "vocab": 0, "row": 1, "replicate": None, "common": None}
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One entry of the rule table; see the comments in rules.toml."""
-
-    name: str
-    scope: str
-    rule: str
-    dtype: tuple[str, ...] = ("BF16",)
-    shape: tuple[str, ...] | None = None
-    unit: str | None = None
-    fuse: str | None = None
-    shared: bool = False
-    optional: bool = False
+#: the axis of the source tensor that each kind of rule cuts
+AXES: dict[Kind, int | None] = {"column": 0, "vocab": 0, "row": 1, "replicate": None, "common": None}
 
 
 @dataclass(frozen=True)
 class PlainTensor:
-    """A tensor that keeps its name: what is in the source, and how it is cut by which rule."""
+    """A tensor that keeps its name: what is in the source, and how it is cut by which kind of rule. `fuse` is
+    the name of the view in which it is offered together with its neighbours of the same.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    rule: str
+    rule: Kind
     cut: Cut
     fuse: str | None
 
@@ -60,27 +42,6 @@ class SourceUnit:
     plain: tuple[PlainTensor, ...]
     experts_at: int = 0
     experts_prefix: str | None = None
-
-
-def rules_bytes() -> bytes:
-    """The rule table as it is in the package."""
-    return resources.files("marlin_convert.planning").joinpath("rules.toml").read_bytes()
-
-
-def rules_digest() -> str:
-    """xxh3-128 of the rule table."""
-    return xxhash.xxh3_128_hexdigest(rules_bytes())
-
-
-@cache
-def load_rules() -> tuple[Rule, ...]:
-    """The rules in load order."""
-    entries = tomllib.loads(rules_bytes().decode())["tensor"]
-    return tuple(Rule(**_frozen(entry)) for entry in entries)
-
-
-def _frozen(entry: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
 
 
 class ExpertTensor(NamedTuple):
@@ -106,55 +67,35 @@ def expert_tensors(prefix: str, expert: int, shape: ExpertShape) -> Iterator[Exp
         yield ExpertTensor(f"{module}.weight_shape", expert, projection, None, ("I32", "I64"), (2,))
 
 
-def source_units(source: Source, topology: Topology) -> list[SourceUnit]:
+def source_units(source: Source, tp: int) -> list[SourceUnit]:
     """The units of a checkpoint, every tensor of it in exactly one of them.
 
     Raises SourceError for a missing, unknown or misshapen tensor (from headers alone), UsageError where a
-    rule cannot cut a tensor into tp slices.
+    rule cannot cut a tensor for `tp` ranks.
     """
-    model, prefix = source.model, source.prefix
-    seen: set[str] = set()
-    units = []
+    model, seen, units = source.model, set[str](), []
     for layer in range(model.layers):
         kind = "moe" if layer in model.moe_layers else "dense"
-        at = f"{prefix}model.layers.{layer}."
         plain: list[PlainTensor] = []
         experts_at, experts_prefix = 0, None
-        for rule in (rule for rule in load_rules() if rule.scope in ("layer", kind)):
-            if rule.rule == "experts":
-                experts_at, experts_prefix = len(plain), at + rule.name
+        for rule in (rule for rule in model.rules if rule.scope in ("layer", kind)):
+            if rule.kind == "experts":
+                experts_at, experts_prefix = len(plain), source.layer_prefix(layer) + rule.name
                 _check_experts(source, experts_prefix, seen)
             else:
-                plain += _plain(source, rule, at + rule.name, topology, seen)
+                plain += _plain(source, rule, source.layer_prefix(layer), tp, seen)
         units.append(SourceUnit(f"layer-{layer:03d}", layer, tuple(plain), experts_at, experts_prefix))
-    top = [
-        t
-        for rule in load_rules()
-        if rule.scope == "top"
-        for t in _plain(source, rule, prefix + rule.name, topology, seen)
-    ]
-    units.append(SourceUnit("top", None, tuple(top)))
-    if model.vision:
-        common = [
-            t for rule, name in _vision_names(model) for t in _plain(source, rule, name, topology, seen)
-        ]
-        units.append(SourceUnit("common", None, tuple(common)))
+    for scope, prefix in (("top", source.prefix), ("common", "")):
+        rules = [rule for rule in model.rules if rule.scope == scope]
+        if rules:
+            found = tuple(tensor for rule in rules for tensor in _plain(source, rule, prefix, tp, seen))
+            units.append(SourceUnit(scope, None, found))
     _refuse_unknown(source, seen)
     return units
 
 
-def _vision_names(model: ModelConfig) -> Iterator[tuple[Rule, str]]:
-    rules = [rule for rule in load_rules() if rule.scope == "vision"]
-    blocks = [rule for rule in rules if "{block}" in rule.name]
-    for rule in rules:
-        if rule is blocks[0]:
-            for block in range(model.dims["vt_blocks"]):
-                yield from ((each, each.name.replace("{block}", str(block))) for each in blocks)
-        elif rule not in blocks:
-            yield rule, rule.name
-
-
-def _plain(source: Source, rule: Rule, name: str, topology: Topology, seen: set[str]) -> list[PlainTensor]:
+def _plain(source: Source, rule: Rule, prefix: str, tp: int, seen: set[str]) -> list[PlainTensor]:
+    name = prefix + rule.name
     found = source.tensors.get(name)
     if found is None:
         if rule.optional:
@@ -163,19 +104,19 @@ def _plain(source: Source, rule: Rule, name: str, topology: Topology, seen: set[
             f"{name} is missing: no weight file of the checkpoint has it; fetch the checkpoint again"
         )
     seen.add(name)
-    dims = source.model.dims
+    entry, dims = found.entry, source.model.dims
     shape = None if rule.shape is None else tuple(dims[size] for size in rule.shape)
-    if shape is None and len(found.entry.shape) == 1:
-        shape = found.entry.shape
+    if shape is None and len(entry.shape) == 1:
+        shape = entry.shape
     _check_entry(source, name, rule.dtype, shape)
-    entry = found.entry
-    cut = _cut(rule, name, entry.shape, dims[rule.unit] if rule.unit else 1, topology.tp)
-    return [PlainTensor(name, entry.dtype, entry.shape, rule.rule, cut, rule.fuse)]
+    cut = _cut(rule, name, entry.shape, dims[rule.unit] if rule.unit else 1, tp)
+    fuse = None if rule.fuse is None else prefix + rule.fuse
+    return [PlainTensor(name, entry.dtype, entry.shape, rule.kind, cut, fuse)]
 
 
 def _cut(rule: Rule, name: str, shape: tuple[int, ...], unit: int, tp: int) -> Cut:
     """How a rule cuts a tensor of `shape` whose axis comes in indivisible `unit`s. Raises UsageError."""
-    axis = AXES[rule.rule]
+    axis = AXES[rule.kind]
     if axis is None:
         return Cut()
     extent, units = shape[axis], shape[axis] // unit
