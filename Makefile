@@ -1,11 +1,16 @@
-# make demo: the whole job on a small checkpoint, in a fresh venv, without torch. make test: the tests.
-# make mutants: plants mistakes that the tests must notice; writes tests/mutants/RESULTS.md. Run by hand.
+# make demo        the whole job on a small checkpoint, in a fresh venv, without torch
+# make lint        style, format, types
+# make test-fast   the tests that take less than two minutes together
+# make test        all that need no GPU
+# make mutants     plants mistakes that the tests must notice; writes tests/mutants/RESULTS.md; run by hand
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO ?= demo
+# some tests wait for servers, so one process more than cores is worth it
+WORKERS ?= $(shell expr $$(nproc) + 1)
 
-.PHONY: demo test mutants lint wheel clean
+.PHONY: demo lint test test-fast mutants wheel clean
 
 $(BIN)/marlin-convert: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -34,10 +39,14 @@ demo: $(BIN)/marlin-convert
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check convert tests examples
+	$(BIN)/ruff format --check convert tests examples
 	$(BIN)/mypy
 
-test: $(VENV)/.test lint
-	$(BIN)/python -m pytest -m "not gpu" -n 3
+test-fast: $(VENV)/.test
+	$(BIN)/python -m pytest -m "not gpu and not slow" -n $(WORKERS)
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest -m "not gpu" -n $(WORKERS)
 
 mutants: $(VENV)/.test
 	$(BIN)/python tests/mutants/run.py
