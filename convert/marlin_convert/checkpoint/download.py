@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,8 @@ from marlin_convert.checkpoint.hub_errors import AGAIN, hub_errors
 from marlin_convert.checkpoint.hub_files import HubOptions
 from marlin_convert.checkpoint.source import INDEX_NAME, auxiliary_files, is_repository
 from marlin_convert.checkpoint.store import RECORD
+from marlin_convert.documents.codec import write
+from marlin_convert.documents.records import DownloadRecord
 from marlin_convert.errors import MachineError, SourceError, UsageError
 from marlin_convert.files import existing, machine_errors, write_atomic
 from marlin_convert.progress import Progress
@@ -67,13 +68,9 @@ def download(
         fetcher.stop()
         fetcher.join()
     if options.local_dir is not None:
-        record = {
-            "repo": repo,
-            "revision": store.commit,
-            "files": {name: [store.files[name].size, store.files[name].sha256] for name in files},
-        }
+        published = {name: (store.files[name].size, store.files[name].sha256) for name in files}
         with machine_errors(f"writing {folder / RECORD}"):
-            write_atomic(folder / RECORD, json.dumps(record, indent=1).encode())
+            write_atomic(folder / RECORD, write(DownloadRecord(repo, store.commit, published), indent=1))
     return Downloaded(repo, store.commit, folder, {name: store.files[name].size for name in files})
 
 

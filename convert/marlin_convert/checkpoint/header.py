@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from marlin_convert.documents.codec import parse_json
 from marlin_convert.errors import SourceError
 
 #: bytes per element of the dtypes a checkpoint may hold
@@ -83,12 +83,8 @@ def read_header(file: str, size: int, read: Callable[[int, int], bytes]) -> Head
 def parse_header(file: str, size: int, raw: bytes) -> Header:
     """Check the header JSON `raw` of a file of `size` bytes; see `read_header`."""
     try:
-        document = json.loads(raw.decode(), object_pairs_hook=_no_duplicates)
-        if b"\\u" in raw:
-            json.dumps(
-                document, ensure_ascii=False
-            ).encode()  # half a surrogate is no text: nobody could print or write that name
-    except (ValueError, RecursionError) as error:
+        document = parse_json(raw)
+    except ValueError as error:
         raise SourceError(f"{file}: the header is not valid JSON ({error}); fetch the file again") from error
     if not isinstance(document, dict) or raw[:1] != b"{":
         raise SourceError(f"{file}: the header is not a JSON object; not a safetensors file?")
@@ -114,15 +110,6 @@ def parse_header(file: str, size: int, raw: bytes) -> Header:
             " it again"
         )
     return Header(file, size, raw, metadata, tuple(tensors))
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    document = dict(pairs)
-    if len(document) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the name {twice!r} stands in it twice")
-    return document
 
 
 def _entry(file: str, name: str, spec: Any, start: int) -> TensorEntry:

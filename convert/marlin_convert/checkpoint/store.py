@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,9 @@ from typing import Protocol
 
 from marlin_convert.checkpoint.fetcher import Fetcher, LocalFiles, Needed
 from marlin_convert.checkpoint.header import Header, read_header
-from marlin_convert.errors import SourceError
+from marlin_convert.documents.codec import read
+from marlin_convert.documents.records import DownloadRecord
+from marlin_convert.errors import OutputError, SourceError
 from marlin_convert.files import refuse_special
 from marlin_convert.progress import Progress
 
@@ -122,11 +123,11 @@ def recorded_origin(folder: Path) -> tuple[str, str] | None:
     recorded.
     """
     try:
-        record = json.loads((folder / RECORD).read_bytes())
-        same = all((folder / name).stat().st_size == size for name, (size, _) in record["files"].items())
-        return (str(record["repo"]), str(record["revision"])) if same else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        record = read((folder / RECORD).read_bytes(), DownloadRecord, f"{folder / RECORD} is damaged")
+        same = all((folder / name).stat().st_size == size for name, (size, _) in record.files.items())
+    except (OSError, OutputError):
         return None
+    return (record.repo, record.revision) if same else None
 
 
 def header_of(path: Path) -> Header:

@@ -7,20 +7,18 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.checks.kept_source import ZEROS, digests_by_tensor
-from marlin_convert.documents.codec import typed
 from marlin_convert.documents.identity import SourceIdentity
 from marlin_convert.documents.manifest import Manifest
+from marlin_convert.documents.records import FinishedUnit, Job, JobOptions
 from marlin_convert.errors import MachineError, SourceError, UsageError
 from marlin_convert.files import existing
 from marlin_convert.pipeline.records import WORK, WorkFolder
 from marlin_convert.planning.output import OutputPlan
-from marlin_convert.shards.finished import FinishedUnit
 from marlin_convert.shards.format import FORMAT_VERSION
 
 #: what is proven while converting, each more than the one before
@@ -60,44 +58,43 @@ def is_ours(out: Path) -> bool:
         return False
 
 
-def job_options(plan: OutputPlan, verify: str) -> dict[str, Any]:
+def job_options(plan: OutputPlan, verify: str) -> JobOptions:
     """What must be the same for a run to continue another. Threads, memory and the way of I/O do not matter:
     they change no byte.
     """
-    return {
-        "format_version": FORMAT_VERSION,
-        "layout": plan.layout.id,
-        "rules": plan.rules,
-        "tp": plan.topology.tp,
-        "ep": plan.topology.ep,
-        "ranks": list(plan.ranks),
-        "layers": list(plan.layers),
-        "complete": plan.complete,
-        "verify": verify,
-    }
+    return JobOptions(
+        FORMAT_VERSION,
+        plan.layout.id,
+        plan.rules,
+        plan.topology.tp,
+        plan.topology.ep,
+        tuple(plan.ranks),
+        tuple(plan.layers),
+        plan.complete,
+        verify,
+    )
 
 
 def begin_or_continue(
-    work: WorkFolder, identity: SourceIdentity, options: dict[str, Any], stamps: Mapping[str, list[int]]
+    work: WorkFolder, identity: SourceIdentity, options: JobOptions, stamps: Mapping[str, list[int]]
 ) -> None:
     """Begin a job in OUT, or see that the one begun there is this one. Raises UsageError for other options,
     SourceError for another source.
     """
-    job = work.job()
-    if job is None:
-        work.begin({"options": options, "identity": msgspec.to_builtins(identity), "stamps": dict(stamps)})
+    asked, begun = Job(options, identity, dict(stamps)), work.job()
+    if begun is None:
+        work.begin(asked)
         return
-    compare_options(work.out, job["options"], options)
-    begun = typed(job["identity"], SourceIdentity, f"{work.folder / 'job.json'} is damaged")
-    if (difference := begun.continued_by(identity)) is not None:
+    compare_options(work.out, begun.options, options)
+    if (difference := begun.identity.continued_by(identity)) is not None:
         raise SourceError(
             f"{work.out} was begun from another source: {difference}; use another OUT, or --overwrite to"
             " start again"
         )
-    touched = [name for name, stamp in stamps.items() if job["stamps"].get(name) != stamp]
+    touched = [name for name, stamp in stamps.items() if begun.stamps.get(name) != stamp]
     known = (work.out / KEPT).exists()  # then the digest of every tensor is compared
     if touched and (known or not work.any_finished()):
-        work.begin({"options": options, "identity": msgspec.to_builtins(identity), "stamps": dict(stamps)})
+        work.begin(asked)
     elif touched:
         raise SourceError(
             f"{touched[0]} was written again after {work.out} was begun, and a sample cannot prove that all"
@@ -117,43 +114,41 @@ def kept_digests(out: Path, source: Source) -> dict[str, tuple[bytes, str]]:
     return {name: (value, source.tensors[name].file) for name, value in digests.items() if value != ZEROS}
 
 
-def compare_options(out: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+def compare_options(out: Path, theirs: JobOptions, ours: JobOptions) -> None:
     """Raise UsageError where an OUT was made with other options."""
-    for key, value in ours.items():
-        if theirs.get(key) != value:
-            found, wanted = (_short(options.get(key)) for options in (theirs, ours))
+    for key in JobOptions.__struct_fields__:
+        found, wanted = getattr(theirs, key), getattr(ours, key)
+        if found != wanted:
             raise UsageError(
-                f"{out} was made with {key} {found}, now asked for {wanted}; use another OUT, or --overwrite"
-                " to start again"
+                f"{out} was made with {key} {_short(found)}, now asked for {_short(wanted)}; use another OUT,"
+                " or --overwrite to start again"
             )
 
 
-def manifest_options(manifest: Manifest) -> dict[str, Any]:
+def manifest_options(manifest: Manifest) -> JobOptions:
     """The options of a finished conversion, as `job_options` has them."""
-    return {
-        "format_version": manifest.format_version,
-        "layout": manifest.layout_id,
-        "rules": manifest.parallel.rules,
-        "tp": manifest.tp,
-        "ep": manifest.ep,
-        "ranks": list(manifest.ranks),
-        "layers": list(manifest.layers),
-        "complete": manifest.complete,
-        "verify": manifest.checks,
-    }
+    return JobOptions(
+        manifest.format_version,
+        manifest.layout_id,
+        manifest.parallel.rules,
+        manifest.tp,
+        manifest.ep,
+        manifest.ranks,
+        manifest.layers,
+        manifest.complete,
+        manifest.checks,
+    )
 
 
-def compare_finished(
-    out: Path, manifest: Manifest, identity: SourceIdentity, options: Mapping[str, Any]
-) -> None:
+def compare_finished(out: Path, manifest: Manifest, identity: SourceIdentity, asked: JobOptions) -> None:
     """See that a finished OUT is what is asked for. Raises UsageError or SourceError."""
-    made, asked = manifest_options(manifest), dict(options)
-    if CHECKS.index(made["verify"]) >= CHECKS.index(asked["verify"]):
-        asked["verify"] = made["verify"]  # proven more than is asked for
-    elif made | {"verify": asked["verify"]} == asked:
-        flag = " --kernel" if asked["verify"] == "kernel" else ""
+    made = manifest_options(manifest)
+    if CHECKS.index(made.verify) >= CHECKS.index(asked.verify):
+        asked = replace(asked, verify=made.verify)  # proven more than is asked for
+    elif replace(made, verify=asked.verify) == asked:
+        flag = " --kernel" if asked.verify == "kernel" else ""
         raise UsageError(
-            f"{out} is finished, made with --verify {made['verify']}; prove it with `marlin-convert verify"
+            f"{out} is finished, made with --verify {made.verify}; prove it with `marlin-convert verify"
             f" {out}{flag}`"
         )
     compare_options(out, made, asked)
@@ -195,7 +190,9 @@ def _bytes(size: int) -> str:
 
 
 def _short(value: object) -> str:
-    if isinstance(value, list) and len(value) > 2 and value == list(range(value[0], value[-1] + 1)):
-        return f"{value[0]}-{value[-1]}"
+    if isinstance(value, tuple):
+        if len(value) > 2 and value == tuple(range(value[0], value[-1] + 1)):
+            return f"{value[0]}-{value[-1]}"
+        value = list(value)
     text = str(value)
     return text if len(text) <= 40 else text[:37] + "..."

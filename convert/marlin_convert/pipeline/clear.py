@@ -9,11 +9,11 @@ from pathlib import Path
 from marlin_convert.checkpoint.source import INDEX_NAME
 from marlin_convert.checks.kept_source import ZEROS, read_kept_source, sound_bytes
 from marlin_convert.documents.manifest import Manifest, Shard, Unit, read_manifest
+from marlin_convert.documents.records import ExpertDigests, FinishedFile, FinishedUnit
 from marlin_convert.errors import OutputError, UsageError
 from marlin_convert.files import sync_folder
 from marlin_convert.pipeline.records import WORK, WorkFolder
 from marlin_convert.planning.output import OutputPlan
-from marlin_convert.shards.finished import FinishedFile, FinishedUnit
 from marlin_convert.shards.writer import PARTIAL
 
 #: what every conversion writes at the top, beside the small files it copies
@@ -125,12 +125,12 @@ def _record(
         FinishedFile(shard.rank, shard.size, shard.header, {t.name: t.digest for t in shard.tensors})
         for shard in shards
     )
-    stacked = {
-        (shard.rank, tensor.name): blob[tensor.experts : tensor.experts + 16 * tensor.shape[0]]
+    stacked = tuple(
+        ExpertDigests(shard.rank, tensor.name, blob[tensor.experts : tensor.experts + 16 * tensor.shape[0]])
         for shard in shards
         for tensor in shard.tensors
         if tensor.experts is not None
-    }
+    )
     patterns = [source for origin in unit.tensors for source in origin.sources] + list(unit.checked)
     names = [
         pattern.replace("{expert}", str(e))
@@ -141,5 +141,5 @@ def _record(
         unit.name,
         files,
         stacked,
-        {name: digests[name] for name in names if digests.get(name, ZEROS) != ZEROS},
+        {name: digests[name].hex() for name in names if digests.get(name, ZEROS) != ZEROS},
     )

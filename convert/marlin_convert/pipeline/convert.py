@@ -16,6 +16,7 @@ from marlin_convert.checkpoint.identity import identify, stamps
 from marlin_convert.checkpoint.source import Source, open_source
 from marlin_convert.documents.identity import SourceIdentity
 from marlin_convert.documents.manifest import read_manifest
+from marlin_convert.documents.records import FinishedUnit
 from marlin_convert.errors import SourceError, UsageError
 from marlin_convert.files import machine_errors
 from marlin_convert.pipeline.begin import (
@@ -42,7 +43,6 @@ from marlin_convert.planning.output import Options, OutputPlan, OutputUnit, plan
 from marlin_convert.planning.units import expert_tensors
 from marlin_convert.progress import Progress
 from marlin_convert.reads import PieceReader
-from marlin_convert.shards.finished import FinishedUnit
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,12 @@ from marlin_convert.documents.manifest import (
     StoredTensor,
     Unit,
 )
+from marlin_convert.documents.records import FinishedFile, FinishedUnit
 from marlin_convert.files import digest
 from marlin_convert.kernels.quant_types import kernel_type
 from marlin_convert.models.family import ModelConfig
 from marlin_convert.planning.output import OutputPlan, OutputUnit, Stack
 from marlin_convert.planning.units import PlainTensor, expert_tensors
-from marlin_convert.shards.finished import FinishedFile, FinishedUnit
 from marlin_convert.shards.format import FORMAT, FORMAT_VERSION, is_filler
 
 #: unit, rank, stacked tensor
@@ -74,7 +74,12 @@ def digest_offsets(plan: OutputPlan) -> dict[DigestPlace, int]:
 
 def digest_file(plan: OutputPlan, records: Mapping[str, FinishedUnit]) -> bytes:
     """digests.bin."""
-    return b"".join(records[unit].experts[rank, tensor] for unit, rank, tensor in digest_offsets(plan))
+    known = {
+        (unit.name, each.rank, each.tensor): each.digests
+        for unit in records.values()
+        for each in unit.experts
+    }
+    return b"".join(known[place] for place in digest_offsets(plan))
 
 
 def source_digests(source: Source, records: Mapping[str, FinishedUnit]) -> bytes:
@@ -82,7 +87,11 @@ def source_digests(source: Source, records: Mapping[str, FinishedUnit]) -> bytes
     conversion's scope.
     """
     known = {name: value for record in records.values() for name, value in record.source.items()}
-    return b"".join(known.get(entry.name, bytes(16)) for header in source.headers for entry in header.tensors)
+    return b"".join(
+        bytes.fromhex(known.get(entry.name, NO_DIGEST))
+        for header in source.headers
+        for entry in header.tensors
+    )
 
 
 def build_manifest(

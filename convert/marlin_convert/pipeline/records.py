@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import base64
 import fcntl
-import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
+from marlin_convert.documents.codec import read, write
+from marlin_convert.documents.records import FinishedUnit, Job, read_record, write_record
 from marlin_convert.errors import MachineError, OutputError
 from marlin_convert.files import digest, machine_error, sync_folder, write_atomic
 from marlin_convert.planning.output import OutputPlan, OutputUnit
-from marlin_convert.shards.finished import FinishedFile, FinishedUnit
 from marlin_convert.shards.writer import PARTIAL
 
 WORK = ".work"
@@ -50,39 +47,22 @@ class WorkFolder:
         self.out = out
         self.folder = out / WORK
 
-    def job(self) -> dict[str, Any] | None:
-        """What was begun here (source identity and options), or None."""
+    def job(self) -> Job | None:
+        """What was begun here (source and options), or None. Raises OutputError for a damaged one."""
         path = self.folder / "job.json"
         if not path.exists():
             return None
-        try:
-            document = json.loads(path.read_bytes())
-        except ValueError:
-            document = None
-        if not isinstance(document, dict):
-            raise OutputError(f"{path} is damaged; start again with --overwrite")
-        return document
+        return read(path.read_bytes(), Job, f"{path} is damaged; start again with --overwrite")
 
-    def begin(self, job: dict[str, Any]) -> None:
+    def begin(self, job: Job) -> None:
         """Record what is being done."""
         (self.folder / "units").mkdir(parents=True, exist_ok=True)
         sync_folder(self.out)
-        write_atomic(self.folder / "job.json", json.dumps(job, indent=1).encode())
+        write_atomic(self.folder / "job.json", write(job, indent=1))
 
     def record(self, unit: FinishedUnit) -> None:
         """Record a finished unit; its files must be durable already."""
-        document = {
-            "name": unit.name,
-            "files": [asdict(file) for file in unit.files],
-            "experts": [
-                [rank, name, base64.b64encode(data).decode()] for (rank, name), data in unit.experts.items()
-            ],
-            "source": {name: data.hex() for name, data in unit.source.items()},
-        }
-        body = json.dumps(document, separators=(",", ":"))
-        write_atomic(
-            self._path(unit.name), json.dumps({"digest": digest(body.encode()).hex(), "unit": body}).encode()
-        )
+        write_atomic(self._path(unit.name), write_record(unit))
 
     def any_finished(self) -> bool:
         """Whether there is a record of any unit."""
@@ -92,15 +72,12 @@ class WorkFolder:
         """The record of a unit, if there is a whole one and its files are still there with their sizes and
         headers.
         """
+        path = self._path(unit.name)
         try:
-            outer = json.loads(self._path(unit.name).read_bytes())
-            if digest(outer["unit"].encode()).hex() != outer["digest"]:
-                return None
-            document = json.loads(outer["unit"])
-            files = tuple(FinishedFile(**file) for file in document["files"])
-        except (OSError, ValueError, KeyError, TypeError):
+            record = read_record(path.read_bytes(), str(path))
+        except (OSError, OutputError):
             return None
-        for file in files:
+        for file in record.files:
             path = self.out / plan.path(unit, file.rank)
             try:
                 with path.open("rb") as opened:
@@ -111,13 +88,7 @@ class WorkFolder:
                         return None
             except OSError:
                 return None
-        experts = {(rank, name): base64.b64decode(data) for rank, name, data in document["experts"]}
-        return FinishedUnit(
-            document["name"],
-            files,
-            experts,
-            {name: bytes.fromhex(data) for name, data in document["source"].items()},
-        )
+        return record
 
     def remove_partials(self) -> None:
         """Remove what a killed run left half-written."""

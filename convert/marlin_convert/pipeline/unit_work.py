@@ -12,10 +12,10 @@ from threading import Lock
 import numpy as np
 import numpy.typing as npt
 
+from marlin_convert.documents.records import ExpertDigests, FinishedFile, FinishedUnit
 from marlin_convert.errors import SourceError
 from marlin_convert.files import digest
 from marlin_convert.planning.output import OutputPlan, OutputUnit
-from marlin_convert.shards.finished import FinishedFile, FinishedUnit
 from marlin_convert.shards.format import header_bytes, is_filler
 from marlin_convert.shards.writer import ShardFile, finish_files
 
@@ -93,7 +93,12 @@ class UnitWork:
                     value = self.plain_digests[rank, name]
                 tensors[name] = value.hex()
             files.append(FinishedFile(rank, self.unit.file_size, digest(self.heads[rank]).hex(), tensors))
-        return FinishedUnit(self.unit.name, tuple(files), experts, dict(self.source_digests))
+        return FinishedUnit(
+            self.unit.name,
+            tuple(files),
+            tuple(ExpertDigests(rank, name, digests) for (rank, name), digests in experts.items()),
+            {name: value.hex() for name, value in self.source_digests.items()},
+        )
 
     def _refuse_other_data(self) -> None:
         for name, found in self.source_digests.items():
