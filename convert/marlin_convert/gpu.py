@@ -196,7 +196,7 @@ def run_kernel() -> str:
     """Let the kernel read a small random matrix back; what went wrong, or nothing."""
     import torch
 
-    from marlin_convert.kernels.fused_moe import Matrix
+    from marlin_convert.kernels.gemm_call import Matrix
     from marlin_convert.kernels.one_hot import read_back
     from marlin_convert.kernels.providers import load
 
@@ -204,8 +204,9 @@ def run_kernel() -> str:
         generator = torch.Generator().manual_seed(0)
         words = torch.randint(-(2**31), 2**31, (2, 8, 256), generator=generator).to(torch.int32)
         scales = (torch.rand((2, 4, 128), generator=generator) + 0.5).to(torch.bfloat16)
-        expected = next(read_back(load("reference"), Matrix(words, scales), experts_a_call=2))[1]
-        read = next(read_back(load(), Matrix(words.cuda(), scales.cuda()), experts_a_call=2))[1]
+        matrix = Matrix(words, scales)
+        expected = next(read_back(load("reference"), matrix, experts_a_call=2))[1]
+        read = next(read_back(load(), matrix.map(lambda tensor: tensor.cuda()), experts_a_call=2))[1]
         wrong = int((read.cpu() != expected).sum())
     except Exception as error:
         return f"running it fails: {one_line(error)}"

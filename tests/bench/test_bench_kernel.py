@@ -44,12 +44,12 @@ def outs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 def test_loaded_layer(outs: dict[int, Path]) -> None:
     whole = load_layer(outs[1], 1, 1, "cpu")
-    assert (whole.start, whole.stop, whole.expert_map, whole.top_k) == (0, 8, None, 4)
+    assert (whole.owned, whole.experts.expert_map, whole.top_k) == (range(8), None, 4)
     assert whole.expert_bytes == (3 * 128 * 64) // 2 + 3 * 128 * 64 // 32 * 2
     half = load_layer(outs[2], 1, 1, "cpu")
-    assert (half.start, half.stop) == (4, 8)
-    assert half.expert_map is not None
-    assert half.expert_map.tolist() == [-1, -1, -1, -1, 0, 1, 2, 3]
+    assert half.owned == range(4, 8)
+    assert half.experts.expert_map is not None
+    assert half.experts.expert_map.tolist() == [-1, -1, -1, -1, 0, 1, 2, 3]
     with pytest.raises(UsageError, match="no routed experts of layer 0"):
         load_layer(outs[1], 0, 0, "cpu")
     with pytest.raises(UsageError, match="has no rank 2"):

@@ -7,6 +7,8 @@ network.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,23 +17,23 @@ from kernel_vectors import (
     GEMM_KINDS,
     REPACK_FAMILIES,
     Family,
+    experts_of,
     family,
     published_weights,
     relative_error,
     repack_golden,
+    routing_of,
     run_gemm,
 )
 from marlin_convert.kernels.fused_moe import (
     BLOCK_SIZES,
-    REPEATABLE,
-    Matrix,
-    ReduceFlags,
+    Routing,
     align,
     contiguous_expert_map,
     fused_moe,
-    grouped_gemm,
     make_workspace,
 )
+from marlin_convert.kernels.gemm_call import REPEATABLE, GemmCall, Matrix, ReduceFlags
 from marlin_convert.kernels.one_hot import read_back
 from marlin_convert.kernels.providers import Provider, load, probe
 from marlin_convert.kernels.quant_types import UINT4B8, UINT8B128, QuantType
@@ -48,7 +50,6 @@ GOLDEN_TOLERANCE = 1e-2
 #: (2^-8).
 MODEL_TOLERANCE = 1e-3
 FLAGS = [ReduceFlags(atomic, fp32) for atomic in (False, True) for fp32 in (False, True)]
-NAMES = ("w13_marlin", "s13_marlin", "w2_marlin", "s2_marlin")
 
 
 @pytest.fixture(scope="module")
@@ -71,42 +72,27 @@ def _random_experts(num_experts: int, size_k: int, size_n: int, kind: QuantType,
 
 
 def _on_gpu(matrix: Matrix) -> Matrix:
-    bias = None if matrix.bias is None else matrix.bias.cuda()
-    return Matrix(matrix.words.cuda(), matrix.scales.cuda(), matrix.kind, bias)
+    return matrix.map(lambda tensor: tensor.cuda())
 
 
 def _call(
     provider: Provider,
     x: Tensor,
     matrix: Matrix,
-    ids: Tensor,
-    weights: Tensor,
+    routing: Routing,
     *,
     block: int = 8,
     flags: ReduceFlags = REPEATABLE,
 ) -> Tensor:
-    return grouped_gemm(
-        provider,
-        x,
-        matrix,
-        align(ids, matrix.words.shape[0], block),
-        weights,
-        workspace=make_workspace(x.device),
-        top_k=ids.shape[1],
-        mul_topk_weights=True,
-        flags=flags,
+    alignment, top_k = align(routing.ids, matrix.num_experts, block), routing.ids.shape[1]
+    workspace = make_workspace(x.device)
+    return provider.gemm(
+        GemmCall(x, matrix, alignment, workspace, top_k, topk_weights=routing.weights, flags=flags)
     )
 
 
-def _fused(provider: Provider, golden: Family, **options: object) -> Tensor:
-    return fused_moe(  # type: ignore[call-arg]
-        provider,
-        golden["x"],
-        *(golden[name] for name in NAMES),
-        golden["topk_weights"],
-        golden["topk_ids"],
-        **options,  # type: ignore[arg-type]
-    )
+def _fused(provider: Provider, golden: Family, workspace: Tensor | None = None) -> Tensor:
+    return fused_moe(provider, golden["x"], experts_of(golden), routing_of(golden), workspace=workspace)
 
 
 @pytest.mark.parametrize("name", GEMM_KINDS)
@@ -166,8 +152,8 @@ def test_the_model_equals_the_kernel(
         x = torch.randn(num_tokens, size_k, generator=generator).to(torch.bfloat16)
         ids = torch.rand(num_tokens, 6, generator=generator).argsort(dim=1)[:, :3]
         weights = torch.rand(num_tokens, 3, generator=generator)
-        expected = _call(REFERENCE, x, matrix, ids, weights, block=block)
-        on_gpu = (x.cuda(), _on_gpu(matrix), ids.cuda(), weights.cuda())
+        expected = _call(REFERENCE, x, matrix, Routing(weights, ids), block=block)
+        on_gpu = (x.cuda(), _on_gpu(matrix), Routing(weights.cuda(), ids.cuda()))
         for flags in FLAGS:
             out = _call(provider, *on_gpu, block=block, flags=flags).cpu()
             assert relative_error(out, expected) <= (
@@ -176,15 +162,14 @@ def test_the_model_equals_the_kernel(
 
 
 def test_bias_is_read_as_the_model_says(provider: Provider) -> None:
-    plain = _random_experts(4, 256, 256, UINT4B8, 32)
     generator = torch.Generator().manual_seed(2)
     bias = torch.randn(4, 256, generator=generator).to(torch.bfloat16)
-    matrix = Matrix(plain.words, plain.scales, plain.kind, bias)
+    matrix = replace(_random_experts(4, 256, 256, UINT4B8, 32), bias=bias)
     x = torch.randn(9, 256, generator=generator).to(torch.bfloat16)
     ids = torch.rand(9, 4, generator=generator).argsort(dim=1)[:, :2]
     weights = torch.rand(9, 2, generator=generator)
-    expected = _call(REFERENCE, x, matrix, ids, weights)
-    out = _call(provider, x.cuda(), _on_gpu(matrix), ids.cuda(), weights.cuda())
+    expected = _call(REFERENCE, x, matrix, Routing(weights, ids))
+    out = _call(provider, x.cuda(), _on_gpu(matrix), Routing(weights.cuda(), ids.cuda()))
     assert relative_error(out.cpu(), expected) <= MODEL_TOLERANCE
 
 
@@ -195,8 +180,9 @@ def test_ranks_of_expert_parallelism_sum_to_the_whole(provider: Provider, keep_f
     for start, stop in ((0, 1), (1, 4)):
         expert_map = contiguous_expert_map(4, start, stop, "cuda")
         alignment = align(golden["topk_ids"], stop - start, 8, expert_map, keep_foreign)
-        part = {**golden, **{name: golden[name][start:stop] for name in NAMES}}
-        total += _fused(provider, part, expert_map=expert_map, alignment=alignment).float()
+        experts = experts_of(golden, slice(start, stop), expert_map)
+        routing = replace(routing_of(golden), alignment=alignment)
+        total += fused_moe(provider, golden["x"], experts, routing).float()
     assert relative_error(total, golden["out"]) <= GOLDEN_TOLERANCE
 
 
@@ -226,4 +212,4 @@ def test_the_kernel_refuses_what_the_model_refuses(provider: Provider) -> None:
     x = torch.zeros(4, 128, dtype=torch.bfloat16, device="cuda")
     ids = torch.zeros(4, 1, dtype=torch.int32, device="cuda")
     with pytest.raises(Exception, match="Invalid thread config"):
-        _call(provider, x, matrix, ids, torch.ones(4, 1, device="cuda"))
+        _call(provider, x, matrix, Routing(torch.ones(4, 1, device="cuda"), ids))

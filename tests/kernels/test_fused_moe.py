@@ -4,29 +4,31 @@ computed.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernel_vectors import family, relative_error
+from kernel_vectors import experts_of, family, relative_error, routing_of
 from marlin_convert.kernels.fused_moe import (
-    Matrix,
+    Experts,
+    Routing,
     align,
     choose_block_size,
     contiguous_expert_map,
     fused_moe,
-    grouped_gemm,
     make_workspace,
     route,
     silu_and_mul,
     sum_experts,
 )
+from marlin_convert.kernels.gemm_call import GemmCall, Matrix
 from marlin_convert.kernels.quant_types import UINT4
 from marlin_convert.kernels.reference import ReferenceProvider
 
 REFERENCE = ReferenceProvider()
-NAMES = ("w13_marlin", "s13_marlin", "w2_marlin", "s2_marlin")
 #: As in test_reference: everything but the order of float32 sums is modelled.
 TIGHT = 2e-4
 
@@ -40,53 +42,24 @@ def test_every_stage_equals_what_the_kernels_computed() -> None:
     first = Matrix(golden["w13_marlin"], golden["s13_marlin"])
     second = Matrix(golden["w2_marlin"], golden["s2_marlin"])
     assert (first.size_k, first.size_n, second.size_k, second.size_n) == (256, 256, 128, 256)
-    weights = golden["topk_weights"]
-    c1 = grouped_gemm(
-        REFERENCE,
-        golden["x"],
-        first,
-        alignment,
-        weights,
-        workspace=workspace,
-        top_k=2,
-        mul_topk_weights=False,
-    )
+    c1 = REFERENCE.gemm(GemmCall(golden["x"], first, alignment, workspace, top_k=2))
     assert relative_error(c1, golden["c1"]) <= TIGHT
     c2 = silu_and_mul(golden["c1"])
     assert relative_error(c2, golden["c2"]) <= TIGHT
-    c3 = grouped_gemm(
-        REFERENCE,
-        golden["c2"],
-        second,
-        alignment,
-        weights,
-        workspace=workspace,
-        top_k=1,
-        mul_topk_weights=True,
-    )
+    c3 = REFERENCE.gemm(GemmCall(golden["c2"], second, alignment, workspace, 1, golden["topk_weights"]))
     assert relative_error(c3, golden["c3"]) <= TIGHT
     assert relative_error(sum_experts(golden["c3"], 2), golden["out"]) <= TIGHT
+    assert relative_error(sum_experts(golden["c3"], 2, 2.0), 2 * golden["out"]) <= TIGHT
 
 
 def test_the_whole_equals_what_the_kernels_computed() -> None:
     golden = family("moe_m5")
-    out = fused_moe(
-        REFERENCE, golden["x"], *(golden[name] for name in NAMES), golden["topk_weights"], golden["topk_ids"]
-    )
+    out = fused_moe(REFERENCE, golden["x"], experts_of(golden), routing_of(golden))
     assert relative_error(out, golden["out"]) <= TIGHT
     assert 4e-3 < relative_error(out, golden["ref"]) < 6e-3
+    twice = Routing(2 * golden["topk_weights"], golden["topk_ids"])
     assert (
-        relative_error(
-            fused_moe(
-                REFERENCE,
-                golden["x"],
-                *(golden[name] for name in NAMES),
-                golden["topk_weights"],
-                golden["topk_ids"],
-                routed_scaling_factor=2.0,
-            ),
-            2 * golden["out"],
-        )
+        relative_error(fused_moe(REFERENCE, golden["x"], experts_of(golden), twice), 2 * golden["out"])
         <= TIGHT
     )
 
@@ -96,34 +69,16 @@ def test_a_matrix_hands_on_its_bias_and_zero_points() -> None:
     bias = torch.full((2, 128), 0.5, dtype=torch.bfloat16)
     matrix = Matrix(golden["marlin_w"], golden["marlin_s"], UINT4, bias, golden["marlin_zp"])
     alignment = align(golden["topk_ids"], 2, 8)
-    out = grouped_gemm(
-        REFERENCE,
-        golden["x"],
-        matrix,
-        alignment,
-        torch.empty(0),
-        workspace=make_workspace("cpu"),
-        top_k=2,
-        mul_topk_weights=False,
-    )
+    out = REFERENCE.gemm(GemmCall(golden["x"], matrix, alignment, make_workspace("cpu"), top_k=2))
     assert relative_error(out, golden["out"] + 0.5) <= TIGHT
 
 
 def test_swapped_halves_and_swapped_experts_are_noticed() -> None:
     golden = family("moe_m5")
+    whole = experts_of(golden)
     for change in (lambda t: t.roll(t.shape[-1] // 2, -1), lambda t: t.roll(1, 0)):
-        changed = {
-            **golden,
-            "w13_marlin": change(golden["w13_marlin"]),
-            "s13_marlin": change(golden["s13_marlin"]),
-        }
-        out = fused_moe(
-            REFERENCE,
-            golden["x"],
-            *(changed[name] for name in NAMES),
-            golden["topk_weights"],
-            golden["topk_ids"],
-        )
+        changed = Experts(whole.w13.map(change), whole.w2)
+        out = fused_moe(REFERENCE, golden["x"], changed, routing_of(golden))
         assert relative_error(out, golden["out"]) > 0.5
 
 
@@ -135,15 +90,8 @@ def test_the_ranks_of_expert_parallelism_sum_to_the_whole(keep_foreign: bool) ->
         expert_map = contiguous_expert_map(4, start, stop)
         alignment = align(golden["topk_ids"], stop - start, 8, expert_map, keep_foreign)
         assert alignment.is_ep is keep_foreign
-        share = fused_moe(
-            REFERENCE,
-            golden["x"],
-            *(golden[name][start:stop] for name in NAMES),
-            golden["topk_weights"],
-            golden["topk_ids"],
-            expert_map=expert_map,
-            alignment=alignment,
-        )
+        experts = experts_of(golden, slice(start, stop), expert_map)
+        share = fused_moe(REFERENCE, golden["x"], experts, replace(routing_of(golden), alignment=alignment))
         assert share.isfinite().all()
         total += share.float()
     # Two roundings of a share instead of one of the sum.
@@ -208,14 +156,13 @@ def test_alignment_lists_each_own_choice_once_under_its_expert(
 def test_routing_chooses_with_the_bias_and_weighs_without_it() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0], [0.0, 0.0, 3.0, 1.0]])
     bias = torch.tensor([-1.0, 0.0, 0.0, 0.5])
-    weights, ids = route(logits, bias, top_k=2, routed_scaling_factor=2.0)
-    assert ids.dtype == torch.int32
-    assert ids.tolist() == [[3, 1], [3, 2]]
+    routing = route(logits, bias, top_k=2, routed_scaling_factor=2.0)
+    assert routing.ids.dtype == torch.int32
+    assert routing.ids.tolist() == [[3, 1], [3, 2]]
     scores = torch.sigmoid(logits)
     chosen = torch.stack([scores[0, [3, 1]], scores[1, [3, 2]]])
-    assert torch.allclose(weights, 2.0 * chosen / chosen.sum(dim=1, keepdim=True), rtol=1e-6)
-    plain, _ = route(logits, bias, top_k=2, normalize=False)
-    assert plain.equal(chosen)
+    assert torch.allclose(routing.weights, 2.0 * chosen / chosen.sum(dim=1, keepdim=True), rtol=1e-6)
+    assert route(logits, bias, top_k=2, normalize=False).weights.equal(chosen)
 
 
 def test_silu_rounds_once_and_gate_comes_first() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernel_vectors import family, published_weights
-from marlin_convert.kernels.fused_moe import Matrix
+from marlin_convert.kernels.gemm_call import Matrix
 from marlin_convert.kernels.one_hot import read_back
 from marlin_convert.kernels.quant_types import UINT4, UINT8B128
 from marlin_convert.kernels.reference import ReferenceProvider
@@ -14,8 +14,9 @@ from marlin_convert.kernels.reference import ReferenceProvider
 REFERENCE = ReferenceProvider()
 
 
-def _read(matrix: Matrix, **options: int) -> torch.Tensor:
-    return torch.cat([weights for _, weights in read_back(REFERENCE, matrix, **options)])
+def _read(matrix: Matrix, experts_a_call: int = 1, block_size: int = 64) -> torch.Tensor:
+    reads = read_back(REFERENCE, matrix, experts_a_call=experts_a_call, block_size=block_size)
+    return torch.cat([weights for _, weights in reads])
 
 
 @pytest.mark.parametrize("name", ["w13", "w2"])
@@ -65,7 +66,7 @@ def test_a_flipped_nibble_shows_as_one_wrong_weight_and_a_scale_as_its_group() -
     assert changed[2, 48:64].any(), "k-tile 3 of expert 2"
     scales = golden["s2_marlin"].clone()
     scales.view(torch.int16)[1, 2, 5] ^= 1 << 6
-    changed = _read(Matrix(matrix.words, scales)) != before
+    changed = _read(Matrix(matrix.qweight, scales)) != before
     assert changed.nonzero()[:, 0].unique().tolist() == [1]
     assert 25 <= changed.sum() <= 32, "the non-zero weights of one group"
     assert changed[1, 64:96].any(dim=0).sum() == 1

@@ -6,19 +6,71 @@ import importlib.util
 import subprocess
 import sys
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from marlin_convert.kernels import providers
-from marlin_convert.kernels.providers import CANDIDATES, KernelUnavailableError, OpProvider, load, probe
-from marlin_convert.kernels.quant_types import UINT4B8, quant_type
+from marlin_convert.errors import UsageError
+from marlin_convert.kernels.gemm_call import Alignment, GemmCall, Matrix, ReduceFlags
+from marlin_convert.kernels.providers import CANDIDATES, KernelUnavailableError, load, probe
+from marlin_convert.kernels.quant_types import UINT4, UINT4B8, UINT8B128, kernel_type, need_kernel_type
 
 NO_GPU = pytest.mark.skipif(
     torch.cuda.is_available(), reason="says what is missing on a machine without a GPU"
 )
-ARGUMENTS = [f"argument {i}" for i in range(14)] + [8, 2, False, True]
+
+
+def _call() -> GemmCall:
+    """Every tensor of it one of its own."""
+    matrix = Matrix(
+        torch.zeros(2, 4, 256, dtype=torch.int32),
+        torch.zeros(2, 2, 128, dtype=torch.bfloat16),
+        UINT4,
+        bias=torch.zeros(2, 128, dtype=torch.bfloat16),
+        zeros=torch.zeros(2, 2, 16, dtype=torch.int32),
+        g_idx=torch.zeros(2, 64, dtype=torch.int32),
+        perm=torch.zeros(2, 64, dtype=torch.int32),
+    )
+    ids, experts, listed = (torch.zeros(size, dtype=torch.int32) for size in (24, 3, 1))
+    alignment = Alignment(ids, experts, listed, 8, is_ep=True)
+    return GemmCall(
+        torch.zeros(1, 64, dtype=torch.bfloat16),
+        matrix,
+        alignment,
+        torch.zeros(4, dtype=torch.int32),
+        top_k=2,
+        topk_weights=torch.zeros(1, 2),
+        c=torch.zeros(2, 128, dtype=torch.bfloat16),
+        flags=ReduceFlags(use_atomic_add=True, use_fp32_reduce=False),
+    )
+
+
+def _before_the_type(call: GemmCall) -> list[object]:
+    """The first 18 arguments, in the order of the op's signature."""
+    return [
+        call.a,
+        call.c,
+        call.matrix.qweight,
+        call.matrix.bias,
+        call.matrix.scales,
+        None,
+        call.matrix.zeros,
+        call.matrix.g_idx,
+        call.matrix.perm,
+        call.workspace,
+        call.alignment.sorted_token_ids,
+        call.alignment.expert_ids,
+        call.alignment.num_tokens_post_padded,
+        call.topk_weights,
+        8,
+        2,
+        True,
+        True,
+    ]
+
+
 AFTER_THE_TYPE: dict[str, Any] = {
     "size_m": 1,
     "size_n": 128,
@@ -28,6 +80,14 @@ AFTER_THE_TYPE: dict[str, Any] = {
     "use_fp32_reduce": False,
     "is_zp_float": False,
 }
+
+
+def same(found: Sequence[object], expected: Sequence[object]) -> bool:
+    """Tensors the very ones, numbers equal and of one type."""
+    return len(found) == len(expected) and all(
+        a is b or (not isinstance(a, torch.Tensor) and type(a) is type(b) and a == b)
+        for a, b in zip(found, expected, strict=True)
+    )
 
 
 def test_the_light_modules_load_no_torch() -> None:
@@ -102,10 +162,11 @@ def test_sglang_is_found_at_either_path_and_fed_by_keyword(fake_gpu: pytest.Monk
     _install_sglang(fake_gpu, base, lambda *args, **kwargs: calls.append((args, kwargs)), lambda *args: args)
     provider = load()
     assert (provider.name, provider.device) == (base, "cuda")
-    provider.gemm(*ARGUMENTS, b_q_type_id=UINT4B8.id, **AFTER_THE_TYPE)
+    call = _call()
+    provider.gemm(call)
     args, kwargs = calls[0]
-    assert list(args) == ARGUMENTS
-    assert kwargs.pop("b_q_type").id == UINT4B8.id
+    assert same(args, _before_the_type(call))
+    assert kwargs.pop("b_q_type").id == UINT4.id
     assert kwargs == AFTER_THE_TYPE
     q = torch.zeros(2, 64, dtype=torch.int32)
     repacked: Any = provider.repack(q, None, 16, 64, 4)
@@ -123,8 +184,10 @@ def test_the_flat_op_takes_the_type_as_a_number(fake_gpu: pytest.MonkeyPatch) ->
     fake_gpu.setitem(sys.modules, "sgl_kernel", _module("sgl_kernel"))
     fake_gpu.setattr(torch.ops, "sgl_kernel", ops, raising=False)
     provider = load("sgl_kernel")
-    provider.gemm(*ARGUMENTS, UINT4B8.id, **AFTER_THE_TYPE)
-    assert calls == [(*ARGUMENTS, UINT4B8.id, 1, 128, 64, True, True, False, False)]
+    call = _call()
+    provider.gemm(call)
+    assert same(calls[0], [*_before_the_type(call), UINT4.id, 1, 128, 64, True, True, False, False])
+    assert len(calls[0]) == 26
 
 
 def test_a_package_that_lost_the_kernel_or_breaks_on_import_is_a_reason(fake_gpu: pytest.MonkeyPatch) -> None:
@@ -143,20 +206,44 @@ def test_an_old_gpu_and_a_missing_torch_are_reasons(fake_gpu: pytest.MonkeyPatch
     fake_gpu.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     assert "Some GPU has compute capability 7.5, the kernel needs 8.0" in probe()[0].reason
     find_spec = importlib.util.find_spec
-    fake_gpu.setattr(
-        providers.importlib.util, "find_spec", lambda name: None if name == "torch" else find_spec(name)
-    )
+    fake_gpu.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find_spec(name))
     assert "torch is not installed" in probe()[0].reason
 
 
 def test_type_ids_are_the_kernels() -> None:
     known = {"uint4b8": 1125899907892224, "uint4": 1125899906843648, "uint8b128": 1125899923621888}
-    assert {name: quant_type(number).name for name, number in known.items()} == {name: name for name in known}
+    assert {kind.name: kind.id for kind in (UINT4B8, UINT4, UINT8B128)} == known
 
 
-def test_defaults_are_the_repeatable_ones() -> None:
-    seen: dict[str, Any] = {}
-    provider = OpProvider("any", lambda *args: None, lambda *args, **kwargs: seen.update(kwargs), True)
-    provider.gemm(*ARGUMENTS, UINT4B8.id, 1, 128, 64)
-    assert (seen["is_k_full"], seen["use_atomic_add"], seen["use_fp32_reduce"]) == (True, False, True)
-    assert seen["is_zp_float"] is False
+def test_the_stored_layout_has_a_type_and_others_have_none() -> None:
+    assert kernel_type("moe_wna16_marlin.u4b8") is need_kernel_type("moe_wna16_marlin.u4b8") is UINT4B8
+    assert kernel_type("triton.u4") is None
+    with pytest.raises(UsageError, match=r"the kernel does not read the layout triton\.u4"):
+        need_kernel_type("triton.u4")
+
+
+def test_defaults_are_the_repeatable_ones_and_what_is_not_given_is_none() -> None:
+    given = _call()
+    plain = Matrix(given.matrix.qweight, given.matrix.scales)
+    arguments = GemmCall(given.a, plain, given.alignment, given.workspace, 2).arguments()
+    assert (arguments["is_k_full"], arguments["use_atomic_add"], arguments["use_fp32_reduce"]) == (
+        True,
+        False,
+        True,
+    )
+    assert arguments["is_zp_float"] is False
+    assert arguments["b_q_type_id"] == UINT4B8.id
+    for name in ("c", "b_bias", "global_scale", "b_zeros", "g_idx", "perm"):
+        assert arguments[f"{name}_or_none"] is None
+    weights = arguments["topk_weights"]
+    assert isinstance(weights, torch.Tensor)
+    assert (weights.dtype, weights.numel(), arguments["mul_topk_weights"]) == (torch.float32, 0, False)
+
+
+def test_some_experts_of_a_matrix_are_views_of_it() -> None:
+    matrix = _call().matrix
+    second = matrix[1:2]
+    assert (second.num_experts, second.size_k, second.size_n) == (1, 64, 128)
+    for name in ("qweight", "scales", "bias", "zeros", "g_idx", "perm"):
+        assert getattr(second, name).data_ptr() == getattr(matrix, name)[1:].data_ptr(), name
+    assert Matrix(matrix.qweight, matrix.scales)[1:].bias is None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from kernel_vectors import (
     GEMM_KINDS,
     REPACK_FAMILIES,
+    call_of,
     family,
     family_names,
     published_weights,
@@ -21,7 +24,7 @@ from kernel_vectors import (
     run_gemm,
 )
 from marlin_convert.kernels import fragments
-from marlin_convert.kernels.quant_types import UINT4B8, UINT8B128, quant_type
+from marlin_convert.kernels.quant_types import UINT4B8, UINT8B128, QuantType
 from marlin_convert.kernels.reference import (
     ReferenceProvider,
     decode_scales,
@@ -177,13 +180,8 @@ def test_a_changed_input_changes_the_output(
 
 def test_act_order_follows_perm_and_for_a_part_of_k_the_group_of_each_row() -> None:
     tensors = family("gemm.u4b8_g32_actorder")
-    without = {
-        **tensors,
-        "g_idx_sorted": torch.empty(0, dtype=torch.int32),
-        "perm": torch.empty(0, dtype=torch.int32),
-    }
+    without = {name: tensor for name, tensor in tensors.items() if name not in ("g_idx_sorted", "perm")}
     assert relative_error(run_gemm(REFERENCE, without, UINT4B8), tensors["out"]) > 0.5
-    assert quant_type(UINT4B8.id) is UINT4B8
     # Groups of 32 rows in order: naming each row's group says the same as counting rows.
     out = _call(tensors, is_k_full=False)
     assert out.equal(_call(tensors))
@@ -192,25 +190,23 @@ def test_act_order_follows_perm_and_for_a_part_of_k_the_group_of_each_row() -> N
     ).equal(out)
 
 
-def _call(tensors: dict[str, torch.Tensor], **changes: object) -> torch.Tensor:
-    """run_gemm for uint4b8 with some of the trailing arguments changed."""
-    arguments: dict[str, object] = {
-        "moe_block_size": 8,
-        "top_k": 2,
-        "mul_topk_weights": False,
-        "is_ep": False,
-        "b_q_type_id": UINT4B8.id,
-        "size_m": tensors["x"].shape[0],
-        "size_n": tensors["marlin_s"].shape[2],
-        "size_k": tensors["x"].shape[1],
-    }
-    names = ["x", "c", "marlin_w", "bias", "marlin_s", "global_scale", "marlin_zp", "g_idx_sorted", "perm"]
-    workspace = torch.zeros(4, dtype=torch.int32)
-    routing = [tensors[name] for name in ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")]
-    weights = tensors.get("topk_weights", torch.empty(0))
-    call: Callable[..., torch.Tensor] = REFERENCE.gemm
-    return call(
-        *(tensors.get(name) for name in names), workspace, *routing, weights, **{**arguments, **changes}
+def _call(
+    tensors: dict[str, torch.Tensor],
+    *,
+    kind: QuantType = UINT4B8,
+    block_size: int = 8,
+    is_ep: bool = False,
+    is_k_full: bool = True,
+) -> torch.Tensor:
+    """run_gemm for uint4b8, in `c` of the tensors if that is there, with something about the call changed."""
+    call = call_of(tensors, kind)
+    return REFERENCE.gemm(
+        replace(
+            call,
+            c=tensors.get("c"),
+            matrix=replace(call.matrix, is_k_full=is_k_full),
+            alignment=replace(call.alignment, block_size=block_size, is_ep=is_ep),
+        )
     )
 
 
@@ -230,14 +226,14 @@ def test_bias_and_topk_weights_are_applied_in_the_activations_dtype() -> None:
     with_bias = plain + torch.where(expert == 0, column, -column)
     assert _call({**tensors, "bias": bias}).equal(with_bias)
     weights = torch.linspace(0.1, 1.0, 10).reshape(5, 2)
-    weighted = _call({**tensors, "bias": bias, "topk_weights": weights}, mul_topk_weights=True)
+    weighted = _call({**tensors, "bias": bias, "topk_weights": weights})
     assert weighted.equal(with_bias * weights.to(torch.bfloat16).reshape(-1, 1))
 
 
 def test_eight_bit_channelwise_scales_the_sum_before_it_is_rounded() -> None:
     tensors = family("gemm.u8b128_g32")
     scales = torch.linspace(0.01, 0.02, 256).reshape(2, 1, 128).to(torch.bfloat16)
-    out = _call({**tensors, "marlin_s": scales}, b_q_type_id=UINT8B128.id)
+    out = _call({**tensors, "marlin_s": scales}, kind=UINT8B128)
     ones = torch.ones(2, 128, 4, dtype=torch.bfloat16)
     for row in range(10):
         expert = int(tensors["topk_ids"].reshape(-1)[row])
@@ -262,12 +258,25 @@ def test_given_output_is_filled_and_blocks_of_other_ranks_leave_it_alone() -> No
 @pytest.mark.parametrize(
     ("changed", "arguments", "message"),
     [
-        ({}, {"size_n": 64}, "size_n = 64 must be a multiple of 128"),
-        ({"x": torch.zeros(5, 96, dtype=torch.bfloat16)}, {"size_k": 96}, "size_k = 96 one of 64"),
-        ({}, {"size_m": 6}, "expected (6, 256)"),
-        ({}, {"b_q_type_id": UINT8B128.id}, "b_q_weight has shape (2, 16, 256), expected (2, 16, 512)"),
-        ({}, {"b_q_type_id": 4}, "b_q_type_id 4 is none of uint4b8 = 1125899907892224"),
-        ({}, {"moe_block_size": 12}, "unsupported moe_block_size=12"),
+        (
+            {
+                "marlin_w": torch.zeros(2, 16, 128, dtype=torch.int32),
+                "marlin_s": torch.zeros(2, 2, 64, dtype=torch.bfloat16),
+            },
+            {},
+            "size_n = 64 must be a multiple of 128",
+        ),
+        (
+            {
+                "x": torch.zeros(5, 96, dtype=torch.bfloat16),
+                "marlin_w": torch.zeros(2, 6, 256, dtype=torch.int32),
+            },
+            {},
+            "size_k = 96 one of 64",
+        ),
+        ({"x": torch.zeros(6, 128, dtype=torch.bfloat16)}, {}, "a has shape (6, 128), expected (6, 256)"),
+        ({}, {"kind": UINT8B128}, "b_q_weight has shape (2, 16, 256), expected (2, 16, 512)"),
+        ({}, {"block_size": 12}, "unsupported moe_block_size=12"),
         ({"expert_ids": torch.tensor([0, -1], dtype=torch.int32)}, {}, "has -1 but is_ep is False"),
         ({"expert_ids": torch.tensor([0, 2], dtype=torch.int32)}, {}, "beyond the 2"),
         ({"expert_ids": torch.tensor([0, 1])}, {}, "expert_ids is torch.int64"),
@@ -281,12 +290,12 @@ def test_given_output_is_filled_and_blocks_of_other_ranks_leave_it_alone() -> No
         ({"marlin_s": torch.zeros(2, 16, 128, dtype=torch.bfloat16)}, {}, "group size 16 is none of"),
         ({"marlin_zp": torch.zeros(2, 2, 16, dtype=torch.int32)}, {}, "zero points must be given for uint4"),
         ({"perm": torch.zeros(2, 256, dtype=torch.int32)}, {}, "both g_idx and perm"),
-        ({}, {"mul_topk_weights": True}, "0 topk_weights for 10 rows"),
+        ({"topk_weights": torch.empty(0)}, {}, "0 topk_weights for 10 rows"),
         ({"c": torch.zeros(5, 128, dtype=torch.bfloat16)}, {}, "c has shape (5, 128)"),
     ],
 )
 def test_what_the_kernel_does_not_take_is_refused(
-    changed: dict[str, torch.Tensor], arguments: dict[str, object], message: str
+    changed: dict[str, torch.Tensor], arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=r"\w") as caught:
         _call({**family("gemm.u4b8_g128"), **changed}, **arguments)

@@ -13,7 +13,8 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from marlin_convert.kernels.fused_moe import contiguous_expert_map, fused_moe
+from marlin_convert.kernels.fused_moe import Experts, Routing, contiguous_expert_map, fused_moe
+from marlin_convert.kernels.gemm_call import Matrix
 from marlin_convert.kernels.reference import ReferenceProvider
 
 SCRIPT = Path(__file__).parents[1] / "gpu" / "make_native_moe_io.py"
@@ -54,15 +55,10 @@ def test_expected_outputs(outputs: Callable[..., Path], tmp_path: Path, tp: int,
             case[f"tokens_{tokens}.{name}"] for name in ("x", "topk_ids", "topk_weights", "expected")
         )
         assert x.shape == expected.shape == (tokens, 256)
-        found = fused_moe(
-            ReferenceProvider(),
-            x,
-            w13,
-            w13_scale,
-            w2,
-            w2_scale,
-            weights,
-            ids,
-            expert_map=contiguous_expert_map(16, first, first + count),
-        ).double()
+        experts = Experts(
+            Matrix(w13, w13_scale),
+            Matrix(w2, w2_scale),
+            contiguous_expert_map(16, first, first + count),
+        )
+        found = fused_moe(ReferenceProvider(), x, experts, Routing(weights, ids)).double()
         assert (found - expected.double()).norm() <= TOLERANCE * expected.double().norm()

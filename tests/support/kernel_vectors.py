@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from marlin_convert.kernels.fused_moe import make_workspace
+from marlin_convert.kernels.fused_moe import Experts, Routing, make_workspace
+from marlin_convert.kernels.gemm_call import Alignment, GemmCall, Matrix
 from marlin_convert.kernels.providers import Provider
 from marlin_convert.kernels.quant_types import UINT4, UINT4B8, UINT8B128, QuantType
 
@@ -60,37 +62,45 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
-def run_gemm(provider: Provider, tensors: Family, kind: QuantType, c: Tensor | None = None) -> Tensor:
-    """The call that a gemm.* family records."""
-    x = tensors["x"]
-    return provider.gemm(
-        x,
-        c,
+def matrix_of(tensors: Family, kind: QuantType) -> Matrix:
+    """The matrix that a gemm.* family was run with."""
+    return Matrix(
         tensors["marlin_w"],
-        tensors.get("bias"),
         tensors["marlin_s"],
-        None,
+        kind,
+        tensors.get("bias"),
         tensors.get("marlin_zp"),
         tensors.get("g_idx_sorted"),
         tensors.get("perm"),
-        make_workspace(x.device),
-        tensors["sorted_token_ids"],
-        tensors["expert_ids"],
-        tensors["num_tokens_post_padded"],
-        tensors.get("topk_weights", torch.empty(0, device=x.device)),
-        moe_block_size=8,
-        top_k=2,
-        mul_topk_weights="topk_weights" in tensors,
-        is_ep=False,
-        b_q_type_id=kind.id,
-        size_m=x.shape[0],
-        size_n=tensors["marlin_s"].shape[2],
-        size_k=x.shape[1],
-        is_k_full=True,
-        use_atomic_add=False,
-        use_fp32_reduce=True,
-        is_zp_float=False,
     )
+
+
+def call_of(tensors: Family, kind: QuantType) -> GemmCall:
+    """The call that a gemm.* family records."""
+    alignment = Alignment(
+        tensors["sorted_token_ids"], tensors["expert_ids"], tensors["num_tokens_post_padded"], 8
+    )
+    x = tensors["x"]
+    return GemmCall(
+        x, matrix_of(tensors, kind), alignment, make_workspace(x.device), 2, tensors.get("topk_weights")
+    )
+
+
+def run_gemm(provider: Provider, tensors: Family, kind: QuantType, c: Tensor | None = None) -> Tensor:
+    """Its result, in `c` if that is given."""
+    return provider.gemm(replace(call_of(tensors, kind), c=c))
+
+
+def experts_of(moe: Family, owned: slice = slice(None), expert_map: Tensor | None = None) -> Experts:
+    """The experts of the moe_m5 family, or some of them."""
+    w13 = Matrix(moe["w13_marlin"], moe["s13_marlin"])
+    w2 = Matrix(moe["w2_marlin"], moe["s2_marlin"])
+    return Experts(w13[owned], w2[owned], expert_map)
+
+
+def routing_of(moe: Family) -> Routing:
+    """The routing of the moe_m5 family."""
+    return Routing(moe["topk_weights"], moe["topk_ids"])
 
 
 def repack_golden(provider: Provider, tensors: Family, num_bits: int) -> Tensor:

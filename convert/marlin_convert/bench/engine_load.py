@@ -17,12 +17,15 @@ from torch import Tensor
 
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.engines.ring import PinnedRing
+from marlin_convert.engines.torch_loader import torch_dtype
 from marlin_convert.kernels.providers import Provider
-from marlin_convert.layout.protocol import ExpertShape
+from marlin_convert.layout.protocol import ExpertShape, Role
 from marlin_convert.layout.scales import GROUPED
 from marlin_convert.planning.units import expert_tensors
 from marlin_convert.reads import OpenFile, Piece, Run, plan_reads
 from marlin_convert.slicing import Topology
+
+ROLES = (Role.WEIGHT, Role.SCALE)
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,9 @@ def engine_load(
     """Load the routed experts (and whatever else lies in the same files, where whole files are read) of some
     layers of one rank.
     """
-    shape = source.model.expert_shape(topology.moe_tp)
     owned = topology.expert_range(rank, source.model.experts)
+    shape = source.model.expert_shape(topology.moe_tp)
+    repack = _Repack(provider, shape, owned, topology.moe_tp_rank(rank))
     begin = time.perf_counter()
     ring = PinnedRing(threads)
     seconds = {"pin": time.perf_counter() - begin, "read and copy": 0.0, "repack": 0.0}
@@ -55,8 +59,7 @@ def engine_load(
         _read_and_copy(source, plan.runs, device, ring)
         seconds["read and copy"] += time.perf_counter() - begin
         begin = time.perf_counter()
-        places = _places(source, names, pieces, plan.places)
-        _repack(device, places, prefix, owned, shape, topology.moe_tp_rank(rank), provider)
+        repack.layer(device, _places(source, names, pieces, plan.places), prefix)
         torch.cuda.synchronize()
         seconds["repack"] += time.perf_counter() - begin
         total += sum(run.used - run.offset for run in plan.runs)
@@ -106,47 +109,51 @@ def _read_and_copy(source: Source, runs: Sequence[Run], device: Tensor, ring: Pi
             file.close()
 
 
-def _repack(
-    device: Tensor,
-    places: dict[str, int],
-    prefix: str,
-    owned: range,
-    shape: ExpertShape,
-    index: int,
-    provider: Provider,
-) -> None:
-    """Slice, transpose, repack and permute as an engine does, into the stacked tensors of the rank."""
-    local_size, hidden, group = shape.local, shape.hidden, shape.scheme.group_size
-    w13 = torch.empty((len(owned), hidden // 16, 4 * local_size), dtype=torch.int32, device="cuda")
-    s13 = torch.empty((len(owned), hidden // group, 2 * local_size), dtype=torch.bfloat16, device="cuda")
-    w2 = torch.empty((len(owned), local_size // 16, 2 * hidden), dtype=torch.int32, device="cuda")
-    s2 = torch.empty((len(owned), local_size // group, hidden), dtype=torch.bfloat16, device="cuda")
-    order = torch.from_numpy(GROUPED).to("cuda")
+@dataclass(frozen=True)
+class _Repack:
+    """Slice `index` of the experts `owned`, as an engine makes it of the published tensors on the GPU."""
 
-    def matrix(expert: int, projection: str, kind: str) -> Tensor:
-        out, inputs = shape.matrix(projection)
-        at = places[f"{prefix}.{expert}.{projection}.{kind}"]
-        cols, dtype = (
-            (inputs // 8, torch.int32) if kind == "weight_packed" else (inputs // group, torch.bfloat16)
-        )
-        data = device[at : at + out * cols * dtype.itemsize]
-        whole = data.view(dtype).reshape(out, cols)
-        rows, columns = shape.cut(projection).block(whole.shape, index)
+    provider: Provider
+    shape: ExpertShape
+    owned: range
+    index: int
+
+    def layer(self, device: Tensor, places: dict[str, int], prefix: str) -> None:
+        """Slice, transpose, repack and permute into the stacked tensors of the rank. `places`: where in
+        `device` each tensor of the layer begins.
+        """
+        count, hidden, local = len(self.owned), self.shape.hidden, self.shape.local
+        group = self.shape.scheme.group_size
+        w13 = torch.empty((count, hidden // 16, 4 * local), dtype=torch.int32, device="cuda")
+        s13 = torch.empty((count, hidden // group, 2 * local), dtype=torch.bfloat16, device="cuda")
+        w2 = torch.empty((count, local // 16, 2 * hidden), dtype=torch.int32, device="cuda")
+        s2 = torch.empty((count, local // group, hidden), dtype=torch.bfloat16, device="cuda")
+        order = torch.from_numpy(GROUPED).to("cuda")
+
+        def part(expert: int, projection: str, role: Role) -> Tensor:
+            return self._slice(device[places[f"{prefix}.{expert}.{projection}.{role}"] :], projection, role)
+
+        for i, expert in enumerate(self.owned):
+            packed, scale = (
+                torch.cat([part(expert, "gate_proj", role), part(expert, "up_proj", role)]) for role in ROLES
+            )
+            w13[i] = self.provider.repack(packed.t().contiguous(), None, hidden, 2 * local, 4)
+            s13[i] = _permuted(scale, order)
+            packed, scale = (part(expert, "down_proj", role) for role in ROLES)
+            w2[i] = self.provider.repack(packed.t().contiguous(), None, local, hidden, 4)
+            s2[i] = _permuted(scale, order)
+
+    def _slice(self, data: Tensor, projection: str, role: Role) -> Tensor:
+        """The rank's part of a published matrix that `data` begins with."""
+        scheme = self.shape.scheme
+        dtype = torch_dtype(scheme.dtype(role))
+        out, cols = scheme.source_shape(role, *self.shape.matrix(projection))
+        whole = data[: out * cols * dtype.itemsize].view(dtype).reshape(out, cols)
+        rows, columns = self.shape.cut(projection).block(whole.shape, self.index)
         return whole[rows.start : rows.stop, columns.start : columns.stop]
 
-    def permuted(scales: Tensor) -> Tensor:
-        return (
-            scales.t()
-            .reshape(-1, scales.shape[0] // 64, 64)[..., order]
-            .reshape(scales.shape[1], scales.shape[0])
-        )
 
-    none = torch.empty(0, dtype=torch.int32, device="cuda")
-    for i, expert in enumerate(owned):
-        packed = torch.cat([matrix(expert, p, "weight_packed") for p in ("gate_proj", "up_proj")])
-        w13[i] = provider.repack(packed.t().contiguous(), none, hidden, 2 * local_size, 4)
-        s13[i] = permuted(torch.cat([matrix(expert, p, "weight_scale") for p in ("gate_proj", "up_proj")]))
-        w2[i] = provider.repack(
-            matrix(expert, "down_proj", "weight_packed").t().contiguous(), none, local_size, hidden, 4
-        )
-        s2[i] = permuted(matrix(expert, "down_proj", "weight_scale"))
+def _permuted(scales: Tensor, order: Tensor) -> Tensor:
+    """[N, G] to [G, N], the columns of each run of 64 in the kernel's order."""
+    size_n, groups = scales.shape
+    return scales.t().reshape(-1, size_n // 64, 64)[..., order].reshape(groups, size_n)

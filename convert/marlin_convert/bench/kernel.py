@@ -11,27 +11,19 @@ on average over the calls) over the device's memory bandwidth measured in the sa
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from marlin_convert.bench.layer import LoadedLayer, load_layer
-from marlin_convert.bench.stats import Summary, summarize
+from marlin_convert.bench.timing import Timer
 from marlin_convert.errors import MachineError
 from marlin_convert.extras import package_version
-from marlin_convert.kernels.fused_moe import (
-    Alignment,
-    ReduceFlags,
-    align,
-    choose_block_size,
-    fused_moe,
-    grouped_gemm,
-    make_workspace,
-)
+from marlin_convert.kernels.fused_moe import Routing, align, choose_block_size, fused_moe, make_workspace
+from marlin_convert.kernels.gemm_call import Alignment, GemmCall, ReduceFlags
 from marlin_convert.kernels.providers import Provider, load_for
 
 TOKENS = (1, 9, 90, 330)
@@ -40,7 +32,6 @@ ROUTINGS = ("uniform", "skewed")
 L2_TIMES = 4
 MAX_CALLS = 64
 MIN_CALLS = 8
-PROBE_BYTES = {"cuda": 4 << 30, "cpu": 32 << 20}
 
 
 @dataclass(frozen=True)
@@ -74,12 +65,11 @@ class Row:
 
 @dataclass(frozen=True)
 class _Call:
-    """The inputs of one call of a graph."""
+    """The inputs of one call of a graph: x of w13, c2 of w2."""
 
     x: Tensor
     c2: Tensor
-    weights: Tensor
-    ids: Tensor
+    routing: Routing
     alignment: Alignment
 
 
@@ -96,15 +86,15 @@ def bench_kernel(
 ) -> dict[str, Any]:
     """Time a converted layer of a rank. Returns the report; its schema is schemas/bench-kernel.schema.json.
 
-    Raises UsageError for what is not in `out`, MachineError where no kernel loads or memory does not suffice.
+    Raises UsageError for what is not in `out` and for a layout that the kernel does not read, MachineError
+    where no kernel loads or memory does not suffice.
     """
     chosen = load_for(device, provider)
     say(f"loading layer {layer} of rank {rank}")
     try:
         with torch.inference_mode():
             loaded = load_layer(out, layer, rank, device)
-            bench = _Bench(loaded, chosen, torch.device(device), rounds)
-            return bench.report(tokens, say)
+            return _Bench(loaded, chosen, Timer(torch.device(device), rounds)).report(tokens, say)
     except torch.OutOfMemoryError as error:
         raise MachineError(f"the GPU has too little memory for this layer and its bench ({error})") from error
 
@@ -112,35 +102,36 @@ def bench_kernel(
 class _Bench:
     """A layer, a provider and a device."""
 
-    def __init__(self, layer: LoadedLayer, provider: Provider, device: torch.device, rounds: int) -> None:
-        self._layer, self._provider, self._device, self._rounds = layer, provider, device, rounds
-        self._graphs = device.type == "cuda"
-        self._workspace = make_workspace(device)
-        self._l2 = int(torch.cuda.get_device_properties(device).L2_cache_size) if self._graphs else 0
+    def __init__(self, layer: LoadedLayer, provider: Provider, timer: Timer) -> None:
+        self._layer, self._provider, self._timer, self._device = layer, provider, timer, timer.device
+        self._experts = layer.experts
+        self._workspace = make_workspace(self._device)
+        gpu = torch.cuda.get_device_properties(self._device) if timer.graphs else None
+        self._l2 = 0 if gpu is None else int(gpu.L2_cache_size)
         self._generator = torch.Generator().manual_seed(1)
 
     def report(self, tokens: Sequence[int], say: Callable[[str], None]) -> dict[str, Any]:
         """All rows and what they were measured with."""
-        bandwidth = self.memory_bandwidth()
+        bandwidth = self._timer.memory_bandwidth()
         rows = []
         for count in tokens:
             for routing in ROUTINGS:
                 say(f"{count} tokens, {routing} routing")
                 rows += self._rows(count, routing, bandwidth.median)
-        layer = self._layer
+        layer, manifest = self._layer, self._layer.manifest
         return {
             "layer": layer.layer,
             "rank": layer.rank,
-            "tp": layer.tp,
-            "ep": layer.ep,
-            "experts": layer.experts,
-            "local_experts": layer.stop - layer.start,
+            "tp": manifest.tp,
+            "ep": manifest.ep,
+            "experts": layer.num_experts,
+            "local_experts": len(layer.owned),
             "top_k": layer.top_k,
-            "hidden": layer.w13.size_k,
-            "intermediate": layer.w2.size_k,
-            "group_size": layer.group_size,
+            "hidden": self._experts.w13.size_k,
+            "intermediate": self._experts.w2.size_k,
+            "group_size": manifest.group_size,
             "expert_bytes": layer.expert_bytes,
-            "rounds": self._rounds,
+            "rounds": self._timer.rounds,
             "memory_bandwidth": bandwidth.median,
             "memory_bandwidth_spread": bandwidth.spread,
             "l2_bytes": self._l2,
@@ -149,37 +140,9 @@ class _Bench:
             "rows": [asdict(row) for row in rows],
         }
 
-    def memory_bandwidth(self) -> Summary:
-        """Bytes a second of the device's memory: the better of a large copy (read and written together) and
-        of a large reduction (read only).
-
-        The kernel only reads its weights, and a copy alone can come out below what it reads them with.
-        """
-        size = PROBE_BYTES[self._device.type]
-        source = torch.zeros(size // 4, dtype=torch.float32, device=self._device)
-        target = torch.empty_like(source)
-        copies = summarize([2 * size / one for one in self._time_alone(lambda: target.copy_(source))])
-        reads = summarize([size / one for one in self._time_alone(lambda: torch.sum(source))])
-        return max(copies, reads, key=lambda summary: summary.median)
-
-    def _time_alone(self, run: Callable[[], object]) -> list[float]:
-        """Seconds of single launches: long enough here that no graph is needed."""
-        if not self._graphs:
-            return self._time([run])
-        make: Callable[..., Any] = torch.cuda.Event
-        seconds = []
-        for _ in range(12):
-            begin, end = make(enable_timing=True), make(enable_timing=True)
-            begin.record()
-            run()
-            end.record()
-            end.synchronize()
-            seconds.append(begin.elapsed_time(end) / 1e3)
-        return seconds[2:]
-
     def _rows(self, tokens: int, routing: str, bandwidth: float) -> list[Row]:
-        layer, top_k = self._layer, self._layer.top_k
-        block_size = choose_block_size(tokens, top_k, layer.experts)
+        layer = self._layer
+        block_size = choose_block_size(tokens, layer.top_k, layer.num_experts)
         calls, hit = self._calls(tokens, routing, block_size)
         size = hit * layer.expert_bytes
         floor = size / bandwidth * 1e3
@@ -187,12 +150,11 @@ class _Bench:
         repeatable: Tensor | None = None
         for atomic in (False, True):
             flags = ReduceFlags(use_atomic_add=atomic)
-            w13, w2 = (
-                self._median([self._gemm(call, name, flags) for call in calls]) for name in ("w13", "w2")
-            )
-            fused = self._median([self._fused(call, flags, call.alignment) for call in calls])
-            whole = self._median([self._fused(call, flags, None) for call in calls])
-            result = self._fused(calls[0], flags, calls[0].alignment)().float()
+            w13 = self._timer.milliseconds([self._w13(call, flags) for call in calls])
+            w2 = self._timer.milliseconds([self._w2(call, flags) for call in calls])
+            fused = self._timer.milliseconds([self._fused(call, flags, aligned=True) for call in calls])
+            whole = self._timer.milliseconds([self._fused(call, flags, aligned=False) for call in calls])
+            result = self._fused(calls[0], flags, aligned=True)().float()
             repeatable = result if repeatable is None else repeatable
             error = float((result - repeatable).norm() / repeatable.norm().clamp_min(1e-30))
             kernel = w13.median + w2.median
@@ -223,29 +185,27 @@ class _Bench:
         layer = self._layer
         first = self._routing(tokens, routing)
         size = max(self._hit(first), 1) * layer.expert_bytes
-        count = min(max(-(-L2_TIMES * self._l2 // size), MIN_CALLS), MAX_CALLS) if self._graphs else 1
-        local, intermediate = layer.stop - layer.start, layer.w2.size_k
-        calls, hits = [], 0
-        for ids in [first, *(self._routing(tokens, routing) for _ in range(count - 1))]:
-            hits += self._hit(ids)
-            x = torch.randn((tokens, layer.w13.size_k), generator=self._generator).to(
-                self._device, torch.bfloat16
-            )
-            c2 = torch.randn((tokens * layer.top_k, intermediate), generator=self._generator).to(
-                self._device, torch.bfloat16
-            )
-            weights = torch.rand((tokens, layer.top_k), generator=self._generator).to(self._device)
-            on_device = ids.to(self._device)
-            calls.append(
-                _Call(x, c2, weights, on_device, align(on_device, local, block_size, layer.expert_map))
-            )
-        return calls, hits / len(calls)
+        graphs = self._timer.graphs
+        count = min(max(-(-L2_TIMES * self._l2 // size), MIN_CALLS), MAX_CALLS) if graphs else 1
+        all_ids = [first, *(self._routing(tokens, routing) for _ in range(count - 1))]
+        calls = [self._call(ids, block_size) for ids in all_ids]
+        return calls, sum(self._hit(ids) for ids in all_ids) / len(calls)
+
+    def _call(self, ids: Tensor, block_size: int) -> _Call:
+        """Random activations and weights for some ids [tokens, top_k]."""
+        experts, on_device = self._experts, ids.to(self._device)
+        x = torch.randn((ids.shape[0], experts.w13.size_k), generator=self._generator)
+        c2 = torch.randn((ids.numel(), experts.w2.size_k), generator=self._generator)
+        weights = torch.rand(ids.shape, generator=self._generator).to(self._device)
+        alignment = align(on_device, len(self._layer.owned), block_size, experts.expert_map)
+        x, c2 = (tensor.to(self._device, torch.bfloat16) for tensor in (x, c2))
+        return _Call(x, c2, Routing(weights, on_device), alignment)
 
     def _routing(self, tokens: int, routing: str) -> Tensor:
         """int32 [tokens, top_k], distinct in a row: all experts alike, or their popularity by Zipf's law;
         labelled at random.
         """
-        experts = self._layer.experts
+        experts = self._layer.num_experts
         noise = -torch.log(
             -torch.log(torch.rand((tokens, experts), generator=self._generator).clamp(1e-12, 1 - 1e-7))
         )
@@ -256,86 +216,33 @@ class _Bench:
 
     def _hit(self, ids: Tensor) -> int:
         used = torch.unique(ids)
-        return int(((used >= self._layer.start) & (used < self._layer.stop)).sum())
+        return int(((used >= self._layer.owned.start) & (used < self._layer.owned.stop)).sum())
 
-    def _gemm(self, call: _Call, name: str, flags: ReduceFlags) -> Callable[[], Tensor]:
-        """One call of the kernel alone."""
-        first = name == "w13"
+    def _w13(self, call: _Call, flags: ReduceFlags) -> Callable[[], Tensor]:
+        """The kernel alone, as w13 has it."""
+        top_k, workspace = self._layer.top_k, self._workspace
+        gemm = GemmCall(call.x, self._experts.w13, call.alignment, workspace, top_k, flags=flags)
+        return lambda: self._provider.gemm(gemm)
 
-        def run() -> Tensor:
-            return grouped_gemm(
-                self._provider,
-                call.x if first else call.c2,
-                self._layer.w13 if first else self._layer.w2,
-                call.alignment,
-                call.weights,
-                workspace=self._workspace,
-                top_k=self._layer.top_k if first else 1,
-                mul_topk_weights=not first,
-                flags=flags,
-            )
+    def _w2(self, call: _Call, flags: ReduceFlags) -> Callable[[], Tensor]:
+        """The kernel alone, as w2 has it."""
+        gemm = GemmCall(
+            call.c2,
+            self._experts.w2,
+            call.alignment,
+            self._workspace,
+            top_k=1,
+            topk_weights=call.routing.weights,
+            flags=flags,
+        )
+        return lambda: self._provider.gemm(gemm)
 
-        return run
-
-    def _fused(self, call: _Call, flags: ReduceFlags, alignment: Alignment | None) -> Callable[[], Tensor]:
-        """The whole routed MoE of one call; the alignment is made anew where none is given."""
-        layer = self._layer
-
-        def run() -> Tensor:
-            return fused_moe(
-                self._provider,
-                call.x,
-                layer.w13.words,
-                layer.w13.scales,
-                layer.w2.words,
-                layer.w2.scales,
-                call.weights,
-                call.ids,
-                expert_map=layer.expert_map,
-                alignment=alignment,
-                workspace=self._workspace,
-                flags=flags,
-            )
-
-        return run
-
-    def _median(self, runs: Sequence[Callable[[], object]]) -> Summary:
-        return summarize([seconds * 1e3 for seconds in self._time(runs)])
-
-    def _time(self, runs: Sequence[Callable[[], object]]) -> list[float]:
-        """Seconds a run, once a round."""
-        if not self._graphs:
-            seconds = []
-            for _ in range(self._rounds):
-                begin = time.perf_counter()
-                for run in runs:
-                    run()
-                seconds.append((time.perf_counter() - begin) / len(runs))
-            return seconds
-        graph = self._capture(runs)
-        make: Callable[..., Any] = torch.cuda.Event
-        events = [(make(enable_timing=True), make(enable_timing=True)) for _ in range(self._rounds)]
-        for _ in range(3):
-            graph.replay()
-        for begin_event, end_event in events:
-            begin_event.record()
-            graph.replay()
-            end_event.record()
-        torch.cuda.synchronize(self._device)
-        return [begin_event.elapsed_time(end_event) / 1e3 / len(runs) for begin_event, end_event in events]
-
-    def _capture(self, runs: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
-        stream: Callable[..., Any] = torch.cuda.Stream
-        side = stream(self._device)
-        side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(side):
-            runs[0]()  # compiles, and allocates what later calls share
-        torch.cuda.current_stream(self._device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for run in runs:
-                run()
-        return graph
+    def _fused(self, call: _Call, flags: ReduceFlags, *, aligned: bool) -> Callable[[], Tensor]:
+        """The whole routed MoE of one call; unless `aligned`, the alignment is made in it."""
+        routing = replace(call.routing, alignment=call.alignment) if aligned else call.routing
+        return lambda: fused_moe(
+            self._provider, call.x, self._experts, routing, workspace=self._workspace, flags=flags
+        )
 
     def _environment(self) -> dict[str, Any]:
         found: dict[str, Any] = {
@@ -345,7 +252,7 @@ class _Bench:
             "gpu": None,
             "cuda": None,
         }
-        if self._graphs:
+        if self._timer.graphs:
             major, minor = torch.cuda.get_device_capability(self._device)
             found |= {
                 "gpu": torch.cuda.get_device_name(self._device),
@@ -361,8 +268,8 @@ class _Bench:
             "silu, the sum over experts and the alignment are plain torch, several small kernels each; an"
             " engine's own are faster"
         ]
-        whole = self._layer.expert_bytes * (self._layer.stop - self._layer.start)
-        if not self._graphs:
+        whole = self._layer.expert_bytes * len(self._layer.owned)
+        if not self._timer.graphs:
             notes.append(
                 "on a CPU the provider is a model of the kernel: the times mean nothing, only the code path"
                 " is exercised"
@@ -373,39 +280,3 @@ class _Bench:
                 " from memory"
             )
         return notes
-
-
-def plot(report: dict[str, Any], path: str) -> None:
-    """Draw times over the floor for each token count. Raises MachineError where matplotlib is missing."""
-    try:
-        import matplotlib as mpl
-
-        mpl.use("Agg")
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise MachineError("--plot needs matplotlib: pip install '.[report]'") from error
-    figure, axes = pyplot.subplots(1, len(ROUTINGS), figsize=(11, 4.5), sharey=True)
-    for axis, routing in zip(axes, ROUTINGS, strict=True):
-        rows = [row for row in report["rows"] if row["routing"] == routing and not row["use_atomic_add"]]
-        counts = [row["tokens"] for row in rows]
-        for key, label, style in (
-            ("floor_ms", "floor: weights over memory bandwidth", "k--"),
-            ("w13_ms", "w13", "o-"),
-            ("w2_ms", "w2", "s-"),
-            ("fused_ms", "w13, silu, w2, sum", "^-"),
-        ):
-            axis.plot(counts, [row[key] for row in rows], style, label=label)
-        axis.set(xscale="log", yscale="log", xlabel="tokens", title=f"{routing} routing")
-        axis.set_xticks(counts, [str(count) for count in counts])
-        axis.grid(True, which="both", alpha=0.3)
-    axes[0].set_ylabel("ms")
-    axes[0].legend()
-    where = report["environment"]["gpu"] or "CPU model of the kernel (times mean nothing)"
-    what = (
-        f"layer {report['layer']}, rank {report['rank']}, tp {report['tp']}, ep {report['ep']}:"
-        f" {report['local_experts']} experts"
-    )
-    figure.suptitle(f"{what}, {where}")
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)

@@ -75,7 +75,7 @@ def command(
     """
     if 0 in tokens:
         raise click.UsageError("--tokens: a call has at least one token")
-    from marlin_convert.bench.kernel import bench_kernel, plot
+    from marlin_convert.bench.kernel import bench_kernel
 
     report = bench_kernel(
         out,
@@ -88,6 +88,8 @@ def command(
         say=output.message,
     )
     if plot_to is not None:
+        from marlin_convert.bench.kernel_plot import plot
+
         plot(report, str(plot_to))
     if as_json:
         output.document(report)

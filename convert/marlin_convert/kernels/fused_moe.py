@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from marlin_convert.kernels.gemm_call import REPEATABLE, Alignment, GemmCall, Matrix, ReduceFlags
 from marlin_convert.kernels.providers import Provider
-from marlin_convert.kernels.quant_types import UINT4B8, QuantType
 
 BLOCK_SIZES = (8, 16, 32, 48, 64)
 #: A block may be this full on average before the next size is taken: the rule of SGLang's fused_marlin_moe.
@@ -25,57 +25,28 @@ BLOCKS_PER_MULTIPROCESSOR = 4
 
 
 @dataclass(frozen=True)
-class ReduceFlags:
-    """How thread blocks that share an output add up. The default is repeatable; engines may add
-    atomically.
+class Experts:
+    """The routed experts of a rank: w13 (gate, then up) [E, H -> 2I] and w2 [E, I -> H].
+
+    expert_map: int32 [all experts], local number or -1, where the rank has some of them only; see
+    `contiguous_expert_map`.
     """
 
-    use_atomic_add: bool = False
-    use_fp32_reduce: bool = True
-
-
-REPEATABLE = ReduceFlags()
+    w13: Matrix
+    w2: Matrix
+    expert_map: Tensor | None = None
 
 
 @dataclass(frozen=True)
-class Alignment:
-    """Tokens sorted by expert in blocks of `block_size`, as the kernel wants them; all int32.
+class Routing:
+    """Each token's experts: ids [M, top_k] of any integer type and their weights, float32 [M, top_k].
 
-    sorted_token_ids [capacity]: entry t * top_k + j is the j-th choice of token t; the padding value is M *
-    top_k. expert_ids [capacity / block_size rounded up]: each block's expert, -1 for others' ones.
-    num_tokens_post_padded [1]: how much of the above counts.
+    Ids are local, or any with an expert map. alignment: that of these ids, if it is already there.
     """
 
-    sorted_token_ids: Tensor
-    expert_ids: Tensor
-    num_tokens_post_padded: Tensor
-    block_size: int
-    is_ep: bool
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """One projection of all local experts in Marlin form.
-
-    words int32 [E, K/16, N*bits/2], scales [E, G, N] and bias [E, N] of the activations' dtype, zeros int32
-    [E, G, N*bits/32].
-    """
-
-    words: Tensor
-    scales: Tensor
-    kind: QuantType = UINT4B8
-    bias: Tensor | None = None
-    zeros: Tensor | None = None
-
-    @property
-    def size_k(self) -> int:
-        """Inputs."""
-        return 16 * self.words.shape[1]
-
-    @property
-    def size_n(self) -> int:
-        """Outputs."""
-        return self.words.shape[2] * 2 // self.kind.num_bits
+    weights: Tensor
+    ids: Tensor
+    alignment: Alignment | None = None
 
 
 def choose_block_size(num_tokens: int, top_k: int, num_experts: int) -> int:
@@ -146,55 +117,6 @@ def make_workspace(device: torch.device | str) -> Tensor:
     return torch.zeros(BLOCKS_PER_MULTIPROCESSOR * count, dtype=torch.int32, device=device)
 
 
-def grouped_gemm(
-    provider: Provider,
-    x: Tensor,
-    matrix: Matrix,
-    alignment: Alignment,
-    topk_weights: Tensor,
-    *,
-    workspace: Tensor,
-    top_k: int,
-    mul_topk_weights: bool,
-    out: Tensor | None = None,
-    flags: ReduceFlags = REPEATABLE,
-) -> Tensor:
-    """One call of the kernel: row r of the result [R * top_k, N] is row r // top_k of `x` [R, K] times its
-    expert.
-
-    topk_weights: float32 [M, top_k], read only with `mul_topk_weights`. `out` is filled if given; rows of no
-    listed block stay as they are.
-    """
-    return provider.gemm(
-        x,
-        out,
-        matrix.words,
-        matrix.bias,
-        matrix.scales,
-        None,
-        matrix.zeros,
-        None,
-        None,
-        workspace,
-        alignment.sorted_token_ids,
-        alignment.expert_ids,
-        alignment.num_tokens_post_padded,
-        topk_weights,
-        moe_block_size=alignment.block_size,
-        top_k=top_k,
-        mul_topk_weights=mul_topk_weights,
-        is_ep=alignment.is_ep,
-        b_q_type_id=matrix.kind.id,
-        size_m=x.shape[0],
-        size_n=matrix.size_n,
-        size_k=matrix.size_k,
-        is_k_full=True,
-        use_atomic_add=flags.use_atomic_add,
-        use_fp32_reduce=flags.use_fp32_reduce,
-        is_zp_float=False,
-    )
-
-
 def silu_and_mul(c1: Tensor) -> Tensor:
     """[R, 2I] to [R, I]: silu of the first I columns (gate) times the last I (up), in float32, rounded
     once.
@@ -215,9 +137,8 @@ def route(
     top_k: int = 8,
     routed_scaling_factor: float = 1.0,
     normalize: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """K2's routing of `logits` [M, experts]: weights float32 [M, top_k] and experts int32 [M, top_k], the
-    best first.
+) -> Routing:
+    """K2's routing of `logits` [M, experts]: each token's `top_k` experts (int32), the best first.
 
     Scores are sigmoids. `correction_bias` [experts] (e_score_correction_bias) takes part in the choice only;
     the weights are the plain scores of the chosen, divided by their sum, times `routed_scaling_factor` (2.827
@@ -228,64 +149,33 @@ def route(
     weights = scores.gather(-1, chosen)
     if normalize:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-    return weights * routed_scaling_factor, chosen.to(torch.int32)
+    return Routing(weights * routed_scaling_factor, chosen.to(torch.int32))
 
 
 def fused_moe(
     provider: Provider,
     x: Tensor,
-    w13: Tensor,
-    w13_scale: Tensor,
-    w2: Tensor,
-    w2_scale: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
+    experts: Experts,
+    routing: Routing,
     *,
-    kind: QuantType = UINT4B8,
-    expert_map: Tensor | None = None,
-    alignment: Alignment | None = None,
     workspace: Tensor | None = None,
-    routed_scaling_factor: float = 1.0,
     flags: ReduceFlags = REPEATABLE,
 ) -> Tensor:
     """The routed experts' output [M, H] for `x` [M, H]; on a rank with a part of them or of I, its share of
     the sum.
 
-    w13 int32 [E, H/16, 4I] and w13_scale [E, H/g, 2I] (gate, then up), w2 int32 [E, I/16, 2H], w2_scale [E,
-    I/g, H], for 4 bit; scales and x of one dtype, bfloat16 or float16. topk_weights float32 and topk_ids [M,
-    top_k]; ids are local, or any with `expert_map`, see `contiguous_expert_map`. alignment: that of these
-    ids, if it is already there.
+    x and the experts' scales are of one dtype, bfloat16 or float16.
     """
-    num_experts, top_k = w13.shape[0], topk_ids.shape[1]
+    top_k, alignment = routing.ids.shape[1], routing.alignment
     if alignment is None:
-        block_size = choose_block_size(x.shape[0], top_k, num_experts)
-        alignment = align(topk_ids, num_experts, block_size, expert_map)
+        block_size = choose_block_size(x.shape[0], top_k, experts.w13.num_experts)
+        alignment = align(routing.ids, experts.w13.num_experts, block_size, experts.expert_map)
     workspace = make_workspace(x.device) if workspace is None else workspace
-    first, second = Matrix(w13, w13_scale, kind), Matrix(w2, w2_scale, kind)
-    c1 = grouped_gemm(
-        provider,
-        x,
-        first,
-        alignment,
-        topk_weights,
-        workspace=workspace,
-        top_k=top_k,
-        mul_topk_weights=False,
-        flags=flags,
-    )
+    c1 = provider.gemm(GemmCall(x, experts.w13, alignment, workspace, top_k, flags=flags))
     c2 = silu_and_mul(c1)
     # Choices that belong to other ranks are in no block: their rows must be zero for the sum.
-    c3 = None if expert_map is None else x.new_zeros((c2.shape[0], second.size_n))
-    c3 = grouped_gemm(
-        provider,
-        c2,
-        second,
-        alignment,
-        topk_weights,
-        workspace=workspace,
-        top_k=1,
-        mul_topk_weights=True,
-        out=c3,
-        flags=flags,
+    c3 = None if experts.expert_map is None else x.new_zeros((c2.shape[0], experts.w2.size_n))
+    c3 = provider.gemm(
+        GemmCall(c2, experts.w2, alignment, workspace, 1, topk_weights=routing.weights, c=c3, flags=flags)
     )
-    return sum_experts(c3, top_k, routed_scaling_factor)
+    return sum_experts(c3, top_k)

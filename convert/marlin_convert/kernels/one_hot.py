@@ -8,19 +8,13 @@ place.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from marlin_convert.kernels.fused_moe import (
-    REPEATABLE,
-    Alignment,
-    Matrix,
-    ReduceFlags,
-    align,
-    grouped_gemm,
-    make_workspace,
-)
+from marlin_convert.kernels.fused_moe import align, make_workspace
+from marlin_convert.kernels.gemm_call import REPEATABLE, Alignment, GemmCall, Matrix, ReduceFlags
 from marlin_convert.kernels.providers import Provider
 
 BLOCK_SIZE = 64
@@ -48,28 +42,15 @@ def read_back(
     An output takes n * K * N * 2 bytes. One expert a call is the fastest on an H200 too: 0.26 ms for 7168 x
     512, while 32 in one call take 22 ms. A bias of the matrix would be in every row; it is left out.
     """
-    device, size_k = matrix.words.device, matrix.size_k
+    device, size_k = matrix.qweight.device, matrix.size_k
     identity = torch.eye(size_k, dtype=matrix.scales.dtype, device=device)
     workspace = make_workspace(device)
-    no_weights = torch.empty(0, dtype=torch.float32, device=device)
     alignment: Alignment | None = None
     listed = 0
-    for start in range(0, matrix.words.shape[0], experts_a_call):
-        part = slice(start, start + experts_a_call)
-        zeros = None if matrix.zeros is None else matrix.zeros[part]
-        run = Matrix(matrix.words[part], matrix.scales[part], matrix.kind, None, zeros)
-        count = run.words.shape[0]
+    for start in range(0, matrix.num_experts, experts_a_call):
+        run = replace(matrix[start : start + experts_a_call], bias=None)
+        count = run.num_experts
         if alignment is None or count != listed:
             alignment, listed = identity_alignment(size_k, count, device, block_size), count
-        out = grouped_gemm(
-            provider,
-            identity,
-            run,
-            alignment,
-            no_weights,
-            workspace=workspace,
-            top_k=count,
-            mul_topk_weights=False,
-            flags=flags,
-        )
+        out = provider.gemm(GemmCall(identity, run, alignment, workspace, count, flags=flags))
         yield start, out.reshape(size_k, count, -1).transpose(0, 1)

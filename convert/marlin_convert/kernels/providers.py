@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from marlin_convert.errors import MachineError, UsageError
-from marlin_convert.kernels.quant_types import quant_type
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from marlin_convert.kernels.gemm_call import GemmCall
 
 #: The kernel's code is empty for older GPUs.
 MIN_CAPABILITY = (8, 0)
@@ -45,47 +46,12 @@ class Provider(Protocol):
     def repack(self, q: Tensor, perm: Tensor | None, size_k: int, size_n: int, num_bits: int) -> Tensor:
         """GPTQ words int32 [K * bits / 32, N] to Marlin words int32 [K / 16, N * bits / 2].
 
-        perm: int32 [K], input k of the result is input perm[k] of q (act-order); empty or None for none. K %
-        16 == 0, N % 64 == 0.
+        perm: int32 [K], input k of the result is input perm[k] of q (act-order). K % 16 == 0, N % 64 == 0.
         """
 
-    def gemm(
-        self,
-        a: Tensor,
-        c_or_none: Tensor | None,
-        b_q_weight: Tensor,
-        b_bias_or_none: Tensor | None,
-        b_scales: Tensor,
-        global_scale_or_none: Tensor | None,
-        b_zeros_or_none: Tensor | None,
-        g_idx_or_none: Tensor | None,
-        perm_or_none: Tensor | None,
-        workspace: Tensor,
-        sorted_token_ids: Tensor,
-        expert_ids: Tensor,
-        num_tokens_post_padded: Tensor,
-        topk_weights: Tensor,
-        moe_block_size: int,
-        top_k: int,
-        mul_topk_weights: bool,
-        is_ep: bool,
-        b_q_type_id: int,
-        size_m: int,
-        size_n: int,
-        size_k: int,
-        is_k_full: bool = True,
-        use_atomic_add: bool = False,
-        use_fp32_reduce: bool = True,
-        is_zp_float: bool = False,
-    ) -> Tensor:
-        """`a` [size_m, K] times the expert of each row: [size_m * top_k, N] in a's dtype, in `c_or_none` if
-        given.
+    def gemm(self, call: GemmCall) -> Tensor:
+        """[R * top_k, N] in the dtype of `call.a`, which is `call.c` if that is given.
 
-        b_q_weight int32 [E, K/16, N*bits/2]; b_bias [E, N], in runs of 32 in the order of channel-wise
-        scales; b_scales [E, G, N] of a's dtype; b_zeros int32 [E, G, N*bits/32]; g_idx and perm int32 [E, K];
-        workspace int32 zeros; sorted_token_ids, expert_ids and num_tokens_post_padded int32 as
-        `fused_moe.align` makes them; topk_weights float32 [size_m * top_k]. Row r of the result is row r //
-        top_k of `a`. Rows that no block covers, or only a block of expert -1 (is_ep), are left as they were.
         Errors: ValueError or RuntimeError for shapes the kernel does not take; it needs N % 128 == 0 and K %
         64 == 0.
         """
@@ -95,9 +61,7 @@ class Provider(Protocol):
 class OpProvider:
     """A provider made of two callables found in a package.
 
-    type_as_object: the gemm takes the weight type as `b_q_type`, an object with `.id`, instead of a number.
-    That form has other defaults and, in newer versions, more trailing parameters, so everything from the type
-    on goes by keyword. The flat op gets all 26 by position.
+    type_as_object: the gemm takes `GemmCall.with_keywords`, not `GemmCall.positional`.
     """
 
     name: str
@@ -115,70 +79,10 @@ class OpProvider:
         packed: Tensor = self.repack_op(q, perm, size_k, size_n, num_bits)
         return packed
 
-    def gemm(
-        self,
-        a: Tensor,
-        c_or_none: Tensor | None,
-        b_q_weight: Tensor,
-        b_bias_or_none: Tensor | None,
-        b_scales: Tensor,
-        global_scale_or_none: Tensor | None,
-        b_zeros_or_none: Tensor | None,
-        g_idx_or_none: Tensor | None,
-        perm_or_none: Tensor | None,
-        workspace: Tensor,
-        sorted_token_ids: Tensor,
-        expert_ids: Tensor,
-        num_tokens_post_padded: Tensor,
-        topk_weights: Tensor,
-        moe_block_size: int,
-        top_k: int,
-        mul_topk_weights: bool,
-        is_ep: bool,
-        b_q_type_id: int,
-        size_m: int,
-        size_n: int,
-        size_k: int,
-        is_k_full: bool = True,
-        use_atomic_add: bool = False,
-        use_fp32_reduce: bool = True,
-        is_zp_float: bool = False,
-    ) -> Tensor:
+    def gemm(self, call: GemmCall) -> Tensor:
         """See `Provider.gemm`."""
-        leading = (
-            a,
-            c_or_none,
-            b_q_weight,
-            b_bias_or_none,
-            b_scales,
-            global_scale_or_none,
-            b_zeros_or_none,
-            g_idx_or_none,
-            perm_or_none,
-            workspace,
-            sorted_token_ids,
-            expert_ids,
-            num_tokens_post_padded,
-            topk_weights,
-            moe_block_size,
-            top_k,
-            mul_topk_weights,
-            is_ep,
-        )
-        trailing: dict[str, object] = {
-            "size_m": size_m,
-            "size_n": size_n,
-            "size_k": size_k,
-            "is_k_full": is_k_full,
-            "use_atomic_add": use_atomic_add,
-            "use_fp32_reduce": use_fp32_reduce,
-            "is_zp_float": is_zp_float,
-        }
-        out: Tensor
-        if self.type_as_object:
-            out = self.gemm_op(*leading, b_q_type=quant_type(b_q_type_id), **trailing)
-        else:
-            out = self.gemm_op(*leading, b_q_type_id, *trailing.values())
+        arguments, keywords = call.with_keywords() if self.type_as_object else (call.positional(), {})
+        out: Tensor = self.gemm_op(*arguments, **keywords)
         return out
 
 

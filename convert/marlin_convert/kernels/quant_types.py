@@ -1,8 +1,10 @@
-"""The weight types the kernel knows that this project uses."""
+"""The weight types the kernel knows that this project uses, and which one a stored layout has."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from marlin_convert.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -34,22 +36,20 @@ UINT4B8 = QuantType("uint4b8", 4, 8)
 UINT8B128 = QuantType("uint8b128", 8, 128)
 UINT4 = QuantType("uint4", 4, 0, has_zero_points=True)
 
-_BY_ID = {kind.id: kind for kind in (UINT4B8, UINT8B128, UINT4)}
-
-
-def quant_type(b_q_type_id: int) -> QuantType:
-    """The type with this kernel id; ValueError for an id this project does not use."""
-    try:
-        return _BY_ID[b_q_type_id]
-    except KeyError:
-        known = ", ".join(f"{kind.name} = {kind.id}" for kind in _BY_ID.values())
-        raise ValueError(f"b_q_type_id {b_q_type_id} is none of {known}") from None
-
-
-#: how the kernel is told what a layout's codes are
+#: the type of each stored layout that the kernel reads, by the layout's id
 _OF_LAYOUT = {"moe_wna16_marlin.u4b8": UINT4B8}
 
 
 def kernel_type(layout_id: str) -> QuantType | None:
-    """The weight type that the kernel is given for a stored layout; None for one that it does not read."""
+    """What a stored layout is to the kernel; None for one that it does not read."""
     return _OF_LAYOUT.get(layout_id)
+
+
+def need_kernel_type(layout_id: str) -> QuantType:
+    """The same. Raises UsageError for a layout that the kernel does not read."""
+    if (kind := kernel_type(layout_id)) is None:
+        raise UsageError(
+            f"the kernel does not read the layout {layout_id}, so nothing can be checked or timed with it; it"
+            f" reads {', '.join(_OF_LAYOUT)}"
+        )
+    return kind

@@ -8,13 +8,11 @@ biased and weighted in it, each time rounded. What differs from a GPU is only th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from marlin_convert.kernels import fragments
-from marlin_convert.kernels.quant_types import QuantType, quant_type
+from marlin_convert.kernels.gemm_call import Alignment, GemmCall, Matrix
 
 BLOCK_SIZES = (8, 16, 32, 48, 64)
 GROUP_SIZES = (32, 64, 128)
@@ -22,35 +20,9 @@ MIN_N = 128
 MIN_K = 64
 
 
-@dataclass(frozen=True)
-class _Experts:
-    """The checked weight side of one call; tensors with a leading E, as in `Provider.gemm`."""
-
-    kind: QuantType
-    words: Tensor
-    scales: Tensor
-    zeros: Tensor | None
-    g_idx: Tensor | None
-    perm: Tensor | None
-    bias: Tensor | None
-    size_k: int
-    size_n: int
-    is_k_full: bool
-
-    @property
-    def channelwise(self) -> bool:
-        """One scale a column: the kernel then multiplies results, not weights."""
-        return self.scales.shape[1] == 1 and self.g_idx is None
-
-
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
-
-
-def _given(tensor: Tensor | None) -> Tensor | None:
-    """None for a tensor without elements: the kernel's other way to say that there is none."""
-    return None if tensor is None or tensor.numel() == 0 else tensor
 
 
 def _gather(values: Tensor, table: fragments.Table) -> Tensor:
@@ -88,114 +60,123 @@ def decode_zero_points(zeros: Tensor) -> Tensor:
     return _gather(codes, fragments.zero_point_reads()).reshape(zeros.shape[0], -1)
 
 
-def _operand(experts: _Experts, expert: int) -> Tensor:
+def _channelwise(matrix: Matrix) -> bool:
+    """One scale a column: the kernel then multiplies results, not weights."""
+    return matrix.scales.shape[1] == 1 and matrix.g_idx is None
+
+
+def _operand(matrix: Matrix, expert: int) -> Tensor:
     """What the tensor cores multiply with: [K, N] in the scales' dtype; scaled unless the scales are
     channel-wise.
     """
-    dtype = experts.scales.dtype
-    size_k, groups = experts.size_k, experts.scales.shape[1]
-    codes = decode_weight(experts.words[expert], experts.kind.num_bits, size_k, experts.size_n).to(dtype)
+    dtype = matrix.scales.dtype
+    size_k, groups = matrix.size_k, matrix.scales.shape[1]
+    codes = decode_weight(matrix.qweight[expert], matrix.kind.num_bits, size_k, matrix.size_n).to(dtype)
     # A full K is sorted by group: rows of a group are neighbours, and g_idx is not looked at.
-    g_idx = None if experts.is_k_full else experts.g_idx
+    g_idx = None if matrix.is_k_full else matrix.g_idx
     group_of = torch.arange(size_k) // (size_k // groups) if g_idx is None else g_idx[expert].long()
     zero = (
-        experts.kind.bias
-        if experts.zeros is None
-        else decode_zero_points(experts.zeros[expert]).to(dtype)[group_of]
+        matrix.kind.bias
+        if matrix.zeros is None
+        else decode_zero_points(matrix.zeros[expert]).to(dtype)[group_of]
     )
     codes = codes - zero
-    return codes if experts.channelwise else codes * decode_scales(experts.scales[expert], False)[group_of]
+    return codes if _channelwise(matrix) else codes * decode_scales(matrix.scales[expert], False)[group_of]
 
 
-def _finish(total: Tensor, experts: _Experts, expert: int, row_weights: Tensor | None) -> Tensor:
+def _finish(total: Tensor, matrix: Matrix, expert: int, row_weights: Tensor | None) -> Tensor:
     """Sums float64 [R, N] to results: channel-wise scale, bias, the rows' top-k weights, rounded after
     each.
     """
-    dtype = experts.scales.dtype
-    if experts.channelwise and experts.kind.num_bits == 8:
-        total = total * decode_scales(experts.scales[expert], True).double()
+    dtype, channelwise = matrix.scales.dtype, _channelwise(matrix)
+    if channelwise and matrix.kind.num_bits == 8:
+        total = total * decode_scales(matrix.scales[expert], True).double()
     out = total.to(dtype)
-    if experts.channelwise and experts.kind.num_bits == 4:
-        out = out * decode_scales(experts.scales[expert], True)
-    if experts.bias is not None:
-        out = out + decode_scales(experts.bias[expert].unsqueeze(0), True)
+    if channelwise and matrix.kind.num_bits == 4:
+        out = out * decode_scales(matrix.scales[expert], True)
+    if matrix.bias is not None:
+        out = out + decode_scales(matrix.bias[expert].unsqueeze(0), True)
     return out if row_weights is None else out * row_weights.to(dtype).unsqueeze(1)
 
 
-def _check_topk_weights(weights: Tensor, rows: int) -> None:
-    _require(weights.dtype == torch.float32, f"topk_weights is {weights.dtype}, not torch.float32")
-    _require(weights.numel() == rows, f"{weights.numel()} topk_weights for {rows} rows")
-
-
-def _check_weights(a: Tensor, experts: _Experts) -> None:
-    """The shapes and types the kernel takes; ValueError otherwise."""
-    size_k, size_n, kind = experts.size_k, experts.size_n, experts.kind
-    num_experts, groups = experts.words.shape[0], experts.scales.shape[1]
+def _check_activations(call: GemmCall) -> None:
+    """ValueError for activations, workspace or top-k weights that the kernel does not take."""
+    a, matrix, weights = call.a, call.matrix, call.topk_weights
+    _require(a.device.type == "cpu", f"the reference works on CPU tensors, a is on {a.device}")
+    expected = (a.shape[0], matrix.size_k)
+    _require(tuple(a.shape) == expected, f"a has shape {tuple(a.shape)}, expected {expected}")
     _require(a.dtype in (torch.bfloat16, torch.float16), f"a is {a.dtype}, not bfloat16 or float16")
-    _require(experts.scales.dtype == a.dtype, f"b_scales is {experts.scales.dtype}, a is {a.dtype}")
+    _require(
+        call.workspace.dtype == torch.int32, f"workspace is {call.workspace.dtype}, expected torch.int32"
+    )
+    if weights is not None:
+        rows = a.shape[0] * call.top_k
+        _require(weights.dtype == torch.float32, f"topk_weights is {weights.dtype}, not torch.float32")
+        _require(weights.numel() == rows, f"{weights.numel()} topk_weights for {rows} rows")
+
+
+def _check_matrix(matrix: Matrix, dtype: torch.dtype) -> None:
+    """ValueError for a matrix that the kernel does not take for activations of this dtype."""
+    size_k, size_n, kind = matrix.size_k, matrix.size_n, matrix.kind
+    num_experts, groups = matrix.num_experts, matrix.scales.shape[1]
+    _require(matrix.scales.dtype == dtype, f"b_scales is {matrix.scales.dtype}, a is {dtype}")
     _require(
         size_n % MIN_N == 0 and size_k % MIN_K == 0,
         f"Invalid thread config: size_n = {size_n} must be a multiple of {MIN_N} and size_k = {size_k} one of"
         f" {MIN_K}",
     )
     expected: list[tuple[str, Tensor | None, tuple[int, ...], torch.dtype]] = [
-        ("b_q_weight", experts.words, (num_experts, size_k // 16, size_n * kind.num_bits // 2), torch.int32),
-        ("b_scales", experts.scales, (num_experts, groups, size_n), a.dtype),
-        ("b_zeros", experts.zeros, (num_experts, groups, size_n // kind.pack_factor), torch.int32),
-        ("g_idx", experts.g_idx, (num_experts, size_k), torch.int32),
-        ("perm", experts.perm, (num_experts, size_k), torch.int32),
-        ("b_bias", experts.bias, (num_experts, size_n), a.dtype),
+        ("b_q_weight", matrix.qweight, (num_experts, size_k // 16, size_n * kind.num_bits // 2), torch.int32),
+        ("b_scales", matrix.scales, (num_experts, groups, size_n), dtype),
+        ("b_zeros", matrix.zeros, (num_experts, groups, size_n // kind.pack_factor), torch.int32),
+        ("g_idx", matrix.g_idx, (num_experts, size_k), torch.int32),
+        ("perm", matrix.perm, (num_experts, size_k), torch.int32),
+        ("b_bias", matrix.bias, (num_experts, size_n), dtype),
     ]
-    for name, tensor, shape, dtype in expected:
+    for name, tensor, shape, kept_as in expected:
         if tensor is not None:
             _require(
                 tuple(tensor.shape) == shape, f"{name} has shape {tuple(tensor.shape)}, expected {shape}"
             )
-            _require(tensor.dtype == dtype, f"{name} is {tensor.dtype}, expected {dtype}")
+            _require(tensor.dtype == kept_as, f"{name} is {tensor.dtype}, expected {kept_as}")
             _require(tensor.is_contiguous(), f"{name} is not contiguous")
-    _require((experts.g_idx is None) == (experts.perm is None), "act-order needs both g_idx and perm")
-    matches = kind.has_zero_points == (experts.zeros is not None)
+    _require((matrix.g_idx is None) == (matrix.perm is None), "act-order needs both g_idx and perm")
+    matches = kind.has_zero_points == (matrix.zeros is not None)
     _require(matches, f"zero points must be given for uint4 and only for it; the type is {kind.name}")
-    if experts.g_idx is None or experts.is_k_full:
+    if matrix.g_idx is None or matrix.is_k_full:
         _require(size_k % groups == 0, f"size_k = {size_k} is not a multiple of the {groups} groups")
         group_size = size_k // groups
         _require(
             groups == 1 or group_size in GROUP_SIZES, f"group size {group_size} is none of {GROUP_SIZES}"
         )
-        _require(groups > 1 or experts.g_idx is None, "act-order needs more than one group")
+        _require(groups > 1 or matrix.g_idx is None, "act-order needs more than one group")
 
 
-def _output(a: Tensor, c_or_none: Tensor | None, shape: tuple[int, int]) -> Tensor:
+def _output(call: GemmCall) -> Tensor:
     """The tensor to fill: c, or one of NaN, so that nobody relies on rows the kernel leaves undefined."""
-    if c_or_none is None:
-        return a.new_full(shape, float("nan"))
-    _require(tuple(c_or_none.shape) == shape, f"c has shape {tuple(c_or_none.shape)}, expected {shape}")
-    _require(c_or_none.dtype == a.dtype and c_or_none.is_contiguous(), f"c is not contiguous {a.dtype}")
-    return c_or_none
+    shape, dtype, c = (call.a.shape[0] * call.top_k, call.matrix.size_n), call.a.dtype, call.c
+    if c is None:
+        return call.a.new_full(shape, float("nan"))
+    _require(tuple(c.shape) == shape, f"c has shape {tuple(c.shape)}, expected {shape}")
+    _require(c.dtype == dtype and c.is_contiguous(), f"c is not contiguous {dtype}")
+    return c
 
 
-def _blocks(
-    sorted_token_ids: Tensor,
-    expert_ids: Tensor,
-    num_tokens_post_padded: Tensor,
-    *,
-    block_size: int,
-    rows: int,
-    is_ep: bool,
-    num_experts: int,
-) -> list[tuple[int, Tensor]]:
+def _blocks(alignment: Alignment, rows: int, num_experts: int) -> list[tuple[int, Tensor]]:
     """(expert, rows of the result) for each expert that some block names, in order of experts."""
-    for name, tensor in (
-        ("sorted_token_ids", sorted_token_ids),
-        ("expert_ids", expert_ids),
-        ("num_tokens_post_padded", num_tokens_post_padded),
-    ):
-        _require(tensor.dtype == torch.int32, f"{name} is {tensor.dtype}, expected torch.int32")
+    sorted_ids, expert_ids, block_size = (
+        alignment.sorted_token_ids,
+        alignment.expert_ids,
+        alignment.block_size,
+    )
+    for name in ("sorted_token_ids", "expert_ids", "num_tokens_post_padded"):
+        dtype = getattr(alignment, name).dtype
+        _require(dtype == torch.int32, f"{name} is {dtype}, expected torch.int32")
     _require(block_size in BLOCK_SIZES, f"unsupported moe_block_size={block_size}")
-    count = int(num_tokens_post_padded[0]) // block_size
-    enough = count * block_size <= sorted_token_ids.numel() and count <= expert_ids.numel()
+    count = int(alignment.num_tokens_post_padded[0]) // block_size
+    enough = count * block_size <= sorted_ids.numel() and count <= expert_ids.numel()
     _require(enough, f"{count} blocks are more than sorted_token_ids or expert_ids holds")
-    ids = sorted_token_ids[: count * block_size].long().reshape(count, block_size)
+    ids = sorted_ids[: count * block_size].long().reshape(count, block_size)
     experts = expert_ids[:count].long()
     valid = ids < rows
     # The kernel counts a block's valid rows and then takes that many from the front.
@@ -205,7 +186,7 @@ def _blocks(
     _require(
         bool((experts < num_experts).all()), f"expert_ids names an expert beyond the {num_experts} given"
     )
-    _require(is_ep or bool((experts >= 0).all()), "expert_ids has -1 but is_ep is False")
+    _require(alignment.is_ep or bool((experts >= 0).all()), "expert_ids has -1 but is_ep is False")
     return [(e, ids[experts == e][valid[experts == e]]) for e in torch.unique(experts).tolist() if e >= 0]
 
 
@@ -226,7 +207,6 @@ class ReferenceProvider:
         _require(tuple(q.shape) == expected, f"q has shape {tuple(q.shape)}, expected {expected}")
         _require(q.dtype == torch.int32 and q.is_contiguous(), "q is not contiguous int32")
         codes = _codes(q.t(), num_bits).t()
-        perm = _given(perm)
         if perm is not None:
             _require(perm.numel() == size_k, f"perm has {perm.numel()} entries, expected {size_k}")
             codes = codes[perm.long()]
@@ -237,77 +217,20 @@ class ReferenceProvider:
             words |= gathered[..., position] << (position * num_bits)
         return words.reshape(size_k // 16, -1)
 
-    def gemm(
-        self,
-        a: Tensor,
-        c_or_none: Tensor | None,
-        b_q_weight: Tensor,
-        b_bias_or_none: Tensor | None,
-        b_scales: Tensor,
-        global_scale_or_none: Tensor | None,
-        b_zeros_or_none: Tensor | None,
-        g_idx_or_none: Tensor | None,
-        perm_or_none: Tensor | None,
-        workspace: Tensor,
-        sorted_token_ids: Tensor,
-        expert_ids: Tensor,
-        num_tokens_post_padded: Tensor,
-        topk_weights: Tensor,
-        moe_block_size: int,
-        top_k: int,
-        mul_topk_weights: bool,
-        is_ep: bool,
-        b_q_type_id: int,
-        size_m: int,
-        size_n: int,
-        size_k: int,
-        is_k_full: bool = True,
-        use_atomic_add: bool = False,
-        use_fp32_reduce: bool = True,
-        is_zp_float: bool = False,
-    ) -> Tensor:
+    def gemm(self, call: GemmCall) -> Tensor:
         """See `Provider.gemm`. Without c, rows left undefined are NaN; the two reduction flags change
         nothing.
         """
-        _require(a.device.type == "cpu", f"the reference works on CPU tensors, a is on {a.device}")
-        _require(not is_zp_float, "float zero points are not modelled")
-        _require(_given(global_scale_or_none) is None, "a global scale goes with float4 weights only")
-        experts = _Experts(
-            kind=quant_type(b_q_type_id),
-            words=b_q_weight,
-            scales=b_scales,
-            zeros=_given(b_zeros_or_none),
-            g_idx=_given(g_idx_or_none),
-            perm=_given(perm_or_none),
-            bias=b_bias_or_none,
-            size_k=size_k,
-            size_n=size_n,
-            is_k_full=is_k_full,
-        )
-        _require(
-            tuple(a.shape) == (size_m, size_k), f"a has shape {tuple(a.shape)}, expected {(size_m, size_k)}"
-        )
-        _require(workspace.dtype == torch.int32, f"workspace is {workspace.dtype}, expected torch.int32")
-        _check_weights(a, experts)
-        rows = size_m * top_k
-        if mul_topk_weights:
-            _check_topk_weights(topk_weights, rows)
-        out = _output(a, c_or_none, (rows, size_n))
-        named = _blocks(
-            sorted_token_ids,
-            expert_ids,
-            num_tokens_post_padded,
-            block_size=moe_block_size,
-            rows=rows,
-            is_ep=is_ep,
-            num_experts=experts.words.shape[0],
-        )
-        for expert, row_ids in named:
-            if row_ids.numel():
-                x = a[row_ids // top_k]
-                if experts.perm is not None:
-                    x = x[:, experts.perm[expert].long()]
-                weights = topk_weights.reshape(-1)[row_ids] if mul_topk_weights else None
-                total = x.double() @ _operand(experts, expert).double()
-                out[row_ids] = _finish(total, experts, expert, weights)
+        matrix = call.matrix
+        _check_activations(call)
+        _check_matrix(matrix, call.a.dtype)
+        out = _output(call)
+        for expert, rows in _blocks(call.alignment, out.shape[0], matrix.num_experts):
+            if rows.numel():
+                x = call.a[rows // call.top_k]
+                if matrix.perm is not None:
+                    x = x[:, matrix.perm[expert].long()]
+                weights = None if call.topk_weights is None else call.topk_weights.reshape(-1)[rows]
+                total = x.double() @ _operand(matrix, expert).double()
+                out[rows] = _finish(total, matrix, expert, weights)
         return out

@@ -33,7 +33,9 @@ def kernel_check(source: Source, plan: OutputPlan, out: Path, device: str = "cud
     from marlin_convert.checks.kernel.run import TOKENS, check_layer
     from marlin_convert.checks.kernel.scope import Scope
     from marlin_convert.kernels.providers import load_for
+    from marlin_convert.kernels.quant_types import need_kernel_type
 
+    need_kernel_type(plan.layout.id)
     provider = load_for(device)
     top_k = int(source.model.text.get("num_experts_per_tok", 8))
     lock = Lock()

@@ -9,7 +9,15 @@ from marlin_convert.checks.kernel.dequantize import ExpertWeights
 from marlin_convert.checks.kernel.layer import LayerFiles
 from marlin_convert.checks.kernel.results import FusedVerdict, KernelReport
 from marlin_convert.checks.report import Finding
-from marlin_convert.kernels.fused_moe import Matrix, contiguous_expert_map, fused_moe, make_workspace, route
+from marlin_convert.kernels.fused_moe import (
+    Experts,
+    Routing,
+    contiguous_expert_map,
+    fused_moe,
+    make_workspace,
+    route,
+)
+from marlin_convert.kernels.gemm_call import Matrix
 from marlin_convert.kernels.providers import Provider
 
 #: Five roundings to bf16 lie between x and the result (w13, silu * up, w2, a rank's sum, and the two factors
@@ -24,28 +32,28 @@ class FusedCheck:
         self._files = files
         self._device = device
         generator = torch.Generator().manual_seed(files.layer)
-        self._inputs: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._inputs: dict[int, tuple[Tensor, Routing]] = {}
         self._reference: dict[int, Tensor] = {}
         for count in tokens:
             x = torch.randn((count, files.shape.hidden), generator=generator).to(device, torch.bfloat16)
             logits = torch.randn((count, files.experts), generator=generator)
-            weights, ids = route(logits, torch.zeros(files.experts), min(top_k, files.experts))
-            self._inputs[count] = (x, weights.to(device), ids.to(device))
+            routing = route(logits, torch.zeros(files.experts), min(top_k, files.experts))
+            self._inputs[count] = (x, Routing(routing.weights.to(device), routing.ids.to(device)))
             self._reference[count] = torch.zeros((count, files.shape.hidden), device=device)
-        self._kept: dict[int, dict[str, Tensor]] = {}
+        self._kept: dict[int, dict[str, Matrix]] = {}
 
     def add_reference(self, expert: int, whole: ExpertWeights) -> None:
         """Add an expert's share of the unsharded result, in float32."""
         gate, up, down = (
             whole.whole(projection).float() for projection in ("gate_proj", "up_proj", "down_proj")
         )
-        for count, (x, weights, ids) in self._inputs.items():
-            tokens, choices = (ids == expert).nonzero(as_tuple=True)
+        for count, (x, routing) in self._inputs.items():
+            tokens, choices = (routing.ids == expert).nonzero(as_tuple=True)
             if tokens.numel():
                 rows = x[tokens].float()
                 inner = torch.nn.functional.silu(rows @ gate.t()) * (rows @ up.t())
                 self._reference[count].index_add_(
-                    0, tokens, (inner @ down.t()) * weights[tokens, choices].unsqueeze(1)
+                    0, tokens, (inner @ down.t()) * routing.weights[tokens, choices].unsqueeze(1)
                 )
 
     def keep(self, rank: int, experts: range, matrices: dict[str, Matrix]) -> None:
@@ -53,37 +61,20 @@ class FusedCheck:
         owned = self._files.owned(rank)
         kept = self._kept.setdefault(rank, {})
         for name, matrix in matrices.items():
-            for kind, tensor in (("words", matrix.words), ("scales", matrix.scales)):
-                key = f"{name}.{kind}"
-                if key not in kept:
-                    kept[key] = tensor.new_empty((len(owned), *tensor.shape[1:]))
-                kept[key][experts.start - owned.start : experts.stop - owned.start] = tensor
+            if name not in kept:
+                kept[name] = matrix.map(lambda tensor: tensor.new_empty((len(owned), *tensor.shape[1:])))
+            part = kept[name][experts.start - owned.start : experts.stop - owned.start]
+            part.qweight.copy_(matrix.qweight)
+            part.scales.copy_(matrix.scales)
 
     def compare(self, provider: Provider, report: KernelReport) -> None:
         """Run every rank's experts for each number of tokens and compare the sum over ranks."""
         workspace = make_workspace(self._device)
-        for count, (x, weights, ids) in self._inputs.items():
+        ranks = [self._experts(rank, kept) for rank, kept in self._kept.items()]
+        for count, (x, routing) in self._inputs.items():
             total = torch.zeros_like(self._reference[count])
-            for rank, kept in self._kept.items():
-                owned = self._files.owned(rank)
-                whole = len(owned) == self._files.experts
-                expert_map = (
-                    None
-                    if whole
-                    else contiguous_expert_map(self._files.experts, owned.start, owned.stop, self._device)
-                )
-                total += fused_moe(
-                    provider,
-                    x,
-                    kept["w13.words"],
-                    kept["w13.scales"],
-                    kept["w2.words"],
-                    kept["w2.scales"],
-                    weights,
-                    ids,
-                    expert_map=expert_map,
-                    workspace=workspace,
-                ).float()
+            for experts in ranks:
+                total += fused_moe(provider, x, experts, routing, workspace=workspace).float()
             reference = self._reference[count]
             error = float((total - reference).norm() / reference.norm().clamp_min(1e-30))
             ok = error <= FUSED_TOLERANCE
@@ -94,3 +85,9 @@ class FusedCheck:
                     f" more than {FUSED_TOLERANCE:.2e}"
                 )
                 report.findings.append(Finding(f"layer-{self._files.layer:03d}", what, self._files.layer))
+
+    def _experts(self, rank: int, kept: dict[str, Matrix]) -> Experts:
+        owned, count = self._files.owned(rank), self._files.experts
+        whole = len(owned) == count
+        expert_map = None if whole else contiguous_expert_map(count, owned.start, owned.stop, self._device)
+        return Experts(kept["w13"], kept["w2"], expert_map)

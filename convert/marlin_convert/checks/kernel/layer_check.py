@@ -21,9 +21,11 @@ from marlin_convert.checks.kernel.layer import Bytes, LayerFiles, Original, Orig
 from marlin_convert.checks.kernel.results import KernelReport, Verdict
 from marlin_convert.checks.kernel.scope import Scope
 from marlin_convert.checks.report import Finding
-from marlin_convert.kernels.fused_moe import Matrix, align, grouped_gemm, make_workspace
+from marlin_convert.kernels.fused_moe import align, make_workspace
+from marlin_convert.kernels.gemm_call import GemmCall, Matrix
 from marlin_convert.kernels.one_hot import read_back
 from marlin_convert.kernels.providers import Provider
+from marlin_convert.kernels.quant_types import need_kernel_type
 
 #: experts read and copied together
 BATCH = 8
@@ -116,8 +118,9 @@ class LayerCheck:
             tensors[tensor.name] = data.view(
                 torch.int32 if tensor.dtype == "I32" else torch.bfloat16
             ).reshape(count, *tensor.shape)
+        kind = need_kernel_type(self.files.layout.id)
         return {
-            name: Matrix(tensors[f"{name}_weight_packed"], tensors[f"{name}_weight_scale"])
+            name: Matrix(tensors[f"{name}_weight_packed"], tensors[f"{name}_weight_scale"], kind)
             for name in ("w13", "w2")
         }
 
@@ -173,8 +176,7 @@ class LayerCheck:
             if count:
                 read_again = seen.get(i)
                 if read_again is None:
-                    one = Matrix(matrix.words[i : i + 1], matrix.scales[i : i + 1])
-                    read_again = next(read_back(self.provider, one))[1][0].t()
+                    read_again = next(read_back(self.provider, matrix[i : i + 1]))[1][0].t()
                 self._report_wrong(name, rank, experts[i], read_again, expected[experts[i]], count)
         return wrong
 
@@ -224,17 +226,9 @@ class LayerCheck:
         generator = torch.Generator().manual_seed(rank * 1_000_003 + experts.start)
         x = torch.randn((ROWS, matrix.size_k), generator=generator).to(self.device, torch.bfloat16)
         ids = torch.arange(len(experts), device=self.device).expand(ROWS, len(experts))
-        no_weights = torch.empty(0, dtype=torch.float32, device=self.device)
-        out = grouped_gemm(
-            self.provider,
-            x,
-            matrix,
-            align(ids, len(experts), 16),
-            no_weights,
-            workspace=make_workspace(self.device),
-            top_k=len(experts),
-            mul_topk_weights=False,
-        ).reshape(ROWS, len(experts), -1)
+        alignment, workspace = align(ids, len(experts), 16), make_workspace(self.device)
+        out = self.provider.gemm(GemmCall(x, matrix, alignment, workspace, top_k=len(experts)))
+        out = out.reshape(ROWS, len(experts), -1)
         errors = []
         for i, expert in enumerate(experts):
             want = x.float() @ expected[expert].float().t()

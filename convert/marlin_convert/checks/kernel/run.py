@@ -26,6 +26,7 @@ from marlin_convert.documents.manifest import Manifest, Unit, read_manifest
 from marlin_convert.errors import MachineError, SourceError, UsageError
 from marlin_convert.extras import package_version, require
 from marlin_convert.kernels.providers import Provider, load_for
+from marlin_convert.kernels.quant_types import need_kernel_type
 from marlin_convert.layout import get_layout
 from marlin_convert.models.family import ModelConfig
 from marlin_convert.shards.reader import Shards, open_shards
@@ -54,11 +55,12 @@ def verify_kernel(
     ranks. `device` "cpu" means the reference provider. Originals come from `source`, else are restored from
     all ranks' shards.
 
-    Raises UsageError for a scope that is not there and where torch is not installed, MachineError where no
-    kernel loads, SourceError for another source, OutputError.
+    Raises UsageError for a scope that is not there, a layout that the kernel does not read and where torch is
+    not installed, MachineError where no kernel loads, SourceError for another source, OutputError.
     """
     require("torch")
     folder, manifest = Path(out), read_manifest(Path(out))
+    need_kernel_type(manifest.layout_id)
     refuse_known_wrong(manifest)
     chosen = load_for(device, provider)
     opened = None if source is None else _open_same(source, manifest)
