@@ -70,8 +70,8 @@ def download(
     if options.local_dir is not None:
         published = {name: (store.files[name].size, store.files[name].sha256) for name in files}
         with machine_errors(f"writing {folder / RECORD}"):
-            write_atomic(folder / RECORD, write(DownloadRecord(repo, store.commit, published), indent=1))
-    return Downloaded(repo, store.commit, folder, {name: store.files[name].size for name in files})
+            write_atomic(folder / RECORD, write(DownloadRecord(repo, store.hub.commit, published), indent=1))
+    return Downloaded(repo, store.hub.commit, folder, {name: store.files[name].size for name in files})
 
 
 def needed_files(store: HubStore, include: Sequence[str], exclude: Sequence[str]) -> list[str]:
@@ -104,14 +104,14 @@ def _pin_revision(store: HubStore) -> Path:
 
     revision, options = store.options.revision or "main", store.options
     name = "config.json" if "config.json" in store.files else next(iter(store.files))
-    with hub_errors(f"fetching {name}", store.repo):
+    with hub_errors(f"fetching {name}", store.hub.repo):
         path = hf_hub_download(
-            store.repo, name, revision=revision, token=options.token, cache_dir=options.cache_dir
+            store.hub.repo, name, revision=revision, token=options.token, cache_dir=options.cache_dir
         )
     folder = Path(path).parent
-    if folder.name != store.commit:
+    if folder.name != store.hub.commit:
         raise MachineError(
-            f"{revision} of {store.repo} moved from {store.commit} to {folder.name} just now; {AGAIN}"
+            f"{revision} of {store.hub.repo} moved from {store.hub.commit} to {folder.name} just now; {AGAIN}"
         )
     return folder
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from threading import Condition, Thread
 from typing import TYPE_CHECKING, Protocol
@@ -83,7 +84,8 @@ class HubFetcher(Fetcher):
     ) -> None:
         self._store, self._staging, self._look_ahead, self._progress = store, staging, look_ahead, progress
         self._needed, self._queue = dict(needed), fetch_order(needed)
-        self._total, self._bytes = sum(store.files[file].size for file in self._queue), 0
+        self._sizes = {file: store.files[file].size for file in self._queue}
+        self._got = dict.fromkeys(self._queue, 0)
         self.place = None if staging is not None and store.options.free_source else store.place
         self.room = self._room()
         self._held: set[str] = set()
@@ -101,7 +103,7 @@ class HubFetcher(Fetcher):
         if self._staging is not None:
             sweep(self._staging, set(self._queue))
         if self._progress is not None:
-            self._progress(0, self._total)
+            self._progress(0, sum(self._sizes.values()))
         for thread in self._threads:
             thread.start()
 
@@ -157,8 +159,7 @@ class HubFetcher(Fetcher):
 
     def _room(self) -> int:
         """Bytes that files still to be fetched take on the disk: all of them, or the most at a time."""
-        store, staging = self._store, self._staging
-        sizes = {file: store.files[file].size for file in self._queue}
+        store, staging, sizes = self._store, self._staging, self._sizes
         if self.place is not None or staging is None:
             return sum(size for file, size in sizes.items() if store.find(file, staging) is None)
         to_stage = {file: 0 if store.find(file, None) else size for file, size in sizes.items()}
@@ -168,7 +169,7 @@ class HubFetcher(Fetcher):
     def _work(self) -> None:
         try:
             while (file := self._next()) is not None:
-                status = self._store.fetch(file, self._staging, self._count).stat()
+                status = self._store.fetch(file, self._staging, partial(self._tell, file)).stat()
                 with self._change:
                     self._ready[file] = status
                     self._change.notify_all()
@@ -189,13 +190,13 @@ class HubFetcher(Fetcher):
                 self._change.wait()
             return None
 
-    def _count(self, size: int) -> None:
+    def _tell(self, file: str, size: int) -> None:
         with self._change:
             if self._stopped:
                 raise InterruptedError
-            self._bytes += size
+            self._got[file] = min(size, self._sizes[file])
             if self._progress is not None:
-                self._progress(max(min(self._bytes, self._total), 0), self._total)
+                self._progress(sum(self._got.values()), sum(self._sizes.values()))
 
 
 def fetch_order(needed: Needed) -> list[str]:

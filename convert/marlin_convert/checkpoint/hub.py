@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 
 from marlin_convert.checkpoint.fetcher import Fetcher, HubFetcher, Needed
 from marlin_convert.checkpoint.header import Header, read_header
 from marlin_convert.checkpoint.hub_errors import AGAIN, hub_errors
-from marlin_convert.checkpoint.hub_files import Count, HubOptions, download_file, remove_fetched, wrong_file
-from marlin_convert.checkpoint.hub_reader import HubFile, HubReader, wrong_bytes
+from marlin_convert.checkpoint.hub_files import HubFile, HubFiles, HubOptions, Tell, remove_fetched
 from marlin_convert.checkpoint.store import START, FolderStore
 from marlin_convert.errors import MachineError, SourceError
 from marlin_convert.progress import Progress
@@ -30,29 +30,29 @@ TRIES = 3
 
 @dataclass(eq=False)
 class HubStore:
-    """One commit of a repository."""
+    """One commit of a repository; see `Store`."""
 
-    repo: str
-    commit: str
+    hub: HubFiles
     files: dict[str, HubFile]
     folders: tuple[str, ...]
-    options: HubOptions
     folder: None = None
     _starts: dict[str, bytes] = field(default_factory=dict)
     _paths: dict[str, Path] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self._reader = HubReader(self.repo, self.commit, self.options.token)
+    @property
+    def options(self) -> HubOptions:
+        """How it is read."""
+        return self.hub.options
 
     @property
     def where(self) -> str:
         """Repository and commit."""
-        return f"{self.repo}@{self.commit}"
+        return f"{self.hub.repo}@{self.hub.commit}"
 
     @property
     def origin(self) -> tuple[str, str]:
         """Repository and commit."""
-        return self.repo, self.commit
+        return self.hub.repo, self.hub.commit
 
     @property
     def place(self) -> Path:
@@ -62,7 +62,7 @@ class HubStore:
         return Path(self.options.local_dir or self.options.cache_dir or constants.HF_HUB_CACHE)
 
     def names(self) -> dict[str, bool]:
-        """All names on the top level; the value says whether it is a file."""
+        """See `Store`."""
         return dict(sorted((dict.fromkeys(self.files, True) | dict.fromkeys(self.folders, False)).items()))
 
     def sha256(self, name: str) -> str | None:
@@ -70,8 +70,8 @@ class HubStore:
         value = self.files[name].sha256
         if value is None:
             raise SourceError(
-                f"{name}: {self.repo} lists no sha256 for it, so it cannot be checked; fetch it yourself and"
-                " give the folder"
+                f"{name}: {self.hub.repo} lists no sha256 for it, so it cannot be checked; fetch it yourself"
+                " and give the folder"
             )
         return value
 
@@ -80,28 +80,24 @@ class HubStore:
         file = self._file(name)
         if file.size > LONGEST:
             raise SourceError(f"{name} has {file.size} bytes; a file of its kind is never that long")
-        data = self._reader.whole(file)
-        if (problem := wrong_bytes(file, data)) is not None:
+        data = self.hub.read(file)
+        if (problem := file.difference(BytesIO(data))) is not None:
             raise SourceError(f"{name}: {problem}: what came is not what {self.where} publishes; {AGAIN}")
         return data
 
     def header(self, name: str) -> Header:
         """The checked header of a weight file, by range requests only. Raises SourceError, MachineError."""
-        file = self._file(name)
-        have = self._reader.range(file, 0, min(FIRST, file.size))
+        file, have = self._file(name), b""
 
         def read(offset: int, length: int) -> bytes:
             nonlocal have
-            end = min(offset + length + START, file.size)
-            if offset + length > len(have):
-                have += self._reader.range(file, len(have), end - len(have))
-            return have[offset : offset + length]
+            if (end := offset + length) > len(have):
+                upto = min(max(end + START, FIRST), file.size)
+                have += self.hub.read(file, range(len(have), upto))
+            return have[offset:end]
 
         header = read_header(name, file.size, read)
-        end = min(header.data_start + START, file.size)
-        if len(have) < end:
-            have += self._reader.range(file, len(have), end - len(have))
-        self._starts[name] = have[header.data_start : end]
+        self._starts[name] = read(header.data_start, min(START, file.size - header.data_start))
         return header
 
     def start(self, header: Header) -> bytes:
@@ -109,10 +105,8 @@ class HubStore:
         return self._starts[header.file]
 
     def path(self, name: str) -> Path:
-        """A weight file on the disk; fetched now if nobody did before. Raises SourceError, MachineError."""
-        if name not in self._paths:
-            self.fetch(name, None, lambda size: None)
-        return self._paths[name]
+        """A weight file on the disk; fetched now if it was not before. Raises SourceError, MachineError."""
+        return self._paths[name] if name in self._paths else self.fetch(name, None, lambda size: None)
 
     def fetcher(self, needed: Needed, staging: Path, progress: Progress | None) -> Fetcher:
         """Fetches into `staging` if files are to be freed, else to the chosen folder or the cache."""
@@ -129,24 +123,22 @@ class HubStore:
         for folder in (staging, self.options.local_dir):
             if folder is not None and (Path(folder) / name).is_file():
                 return Path(folder) / name
-        found = try_to_load_from_cache(
-            self.repo, name, cache_dir=self.options.cache_dir, revision=self.commit
-        )
+        repo, commit = self.origin
+        found = try_to_load_from_cache(repo, name, cache_dir=self.options.cache_dir, revision=commit)
         return Path(found) if isinstance(found, str) else None
 
-    def fetch(self, name: str, staging: Path | None, count: Count) -> Path:
-        """Have a file on the disk, in size and sha256 what the hub publishes. `count` gets bytes as they
-        come.
+    def fetch(self, name: str, staging: Path | None, tell: Tell) -> Path:
+        """Have a file on the disk, in size and sha256 what the hub publishes; `tell` hears how far it is.
 
         It is looked for in `staging`, too, and goes there if files are to be freed, else to the chosen folder
-        or the cache. What was there before this run is used if it is right and never removed, but for the staging
-        folder, which is ours; what came now and is wrong is removed again. Raises SourceError, MachineError.
+        or the cache. What was there before this run is used if it is right and never removed, but for the
+        staging folder, which is ours; what came now and is wrong is removed again. Raises SourceError,
+        MachineError.
         """
-        file = self._file(name)
-        found = self.find(name, staging)
+        file, found = self._file(name), self.find(name, staging)
         if found is not None:
-            if (problem := wrong_file(found, file)) is None:
-                count(file.size)
+            if (problem := file.difference_on_disk(found)) is None:
+                tell(file.size)
                 self._paths[name] = found
                 return found
             if staging is None or found.parent != staging:
@@ -157,24 +149,16 @@ class HubStore:
             remove_fetched(found)
         for attempt in range(TRIES):
             try:
-                path = download_file(
-                    self.repo,
-                    self.commit,
-                    file,
-                    self.options,
-                    staging if self.options.free_source else None,
-                    count,
-                )
+                path = self.hub.download(file, staging if self.options.free_source else None, tell)
             except MachineError as error:
                 # the client goes on by itself after most failures of the network, but not after all of them
                 if attempt == TRIES - 1 or getattr(error.__cause__, "errno", None):
                     raise
                 time.sleep(1 + 2 * attempt)
                 continue
-            if (problem := wrong_file(path, file)) is None:
+            if (problem := file.difference_on_disk(path)) is None:
                 self._paths[name] = path
                 return path
-            count(-file.size)
             remove_fetched(path)
         raise SourceError(
             f"{name}: {problem}, {TRIES} times: what comes is not what {self.where} publishes; nothing of it"
@@ -218,19 +202,16 @@ def open_hub(repo: str, options: HubOptions) -> HubStore:
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
 
-    api = HfApi(token=options.token)
+    api, revision = HfApi(token=options.token), options.revision or "main"
     with hub_errors(f"opening {repo}" + (f" at {options.revision}" if options.revision else ""), repo):
-        commit = api.model_info(repo, revision=options.revision or "main").sha
+        commit = api.model_info(repo, revision=revision).sha
         if not commit:
-            raise MachineError(
-                f"the hub does not say which commit {options.revision or 'main'} of {repo} is; {AGAIN}"
-            )
-        files, folders = {}, []
-        for entry in api.list_repo_tree(repo, revision=commit):
-            if isinstance(entry, RepoFile):
-                files[entry.path] = HubFile(
-                    entry.path, entry.size, entry.lfs.sha256 if entry.lfs else None, entry.blob_id
-                )
-            else:
-                folders.append(entry.path)
-    return HubStore(repo, commit, dict(sorted(files.items())), tuple(sorted(folders)), options)
+            raise MachineError(f"the hub does not say which commit {revision} of {repo} is; {AGAIN}")
+        entries = sorted(api.list_repo_tree(repo, revision=commit), key=lambda entry: entry.path)
+    files = {
+        entry.path: HubFile(entry.path, entry.size, entry.lfs.sha256 if entry.lfs else None, entry.blob_id)
+        for entry in entries
+        if isinstance(entry, RepoFile)
+    }
+    folders = tuple(entry.path for entry in entries if entry.path not in files)
+    return HubStore(HubFiles(repo, commit, options), files, folders)

@@ -1,21 +1,30 @@
-"""Whole files of a hub repository on the disk: fetched by the hub's client, compared with what the hub
-publishes, removed.
+"""Files of a hub repository: parts of them and small ones into memory, others to the disk, and both compared
+with what the hub publishes.
+
+Ranges are read here because the client's readers (HfFileSystem, parse_safetensors_file_metadata) take
+whatever a server sends: they compare neither status nor Content-Range nor length with what was asked for. Each
+file is compared here when it comes; verify_repo_checksums does it for whole folders and lists the repository
+again.
 """
 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from io import BufferedReader, BytesIO
 from pathlib import Path
 from typing import Any
 
 from marlin_convert.checkpoint.hub_errors import AGAIN, hub_errors
-from marlin_convert.checkpoint.hub_reader import HubFile, wrong_bytes
-from marlin_convert.errors import MachineError
+from marlin_convert.errors import MachineError, SourceError
 
-Count = Callable[[int], None]
+#: requests for the same bytes, where the answer breaks off
+ATTEMPTS = 4
+#: is told how many bytes of a file are there; fewer than before where it begins again
+Tell = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -32,77 +41,145 @@ class HubOptions:
     max_workers: int | None = None
 
 
-def download_file(
-    repo: str, commit: str, file: HubFile, options: HubOptions, folder: Path | None, count: Count
-) -> Path:
-    """Fetch a file to `folder`, the chosen folder or the cache. `count` gets bytes as they come, and all of
-    them back where it fails.
+@dataclass(frozen=True)
+class HubFile:
+    """A file as listed: `sha256` for large ones, `blob` is git's digest."""
 
-    Raises SourceError, MachineError. The content is not compared yet.
-    """
-    from huggingface_hub import hf_hub_download
+    name: str
+    size: int
+    sha256: str | None
+    blob: str
 
-    counted = 0
+    def difference(self, content: BytesIO | BufferedReader) -> str | None:
+        """How the digest of a file's content differs from what is listed; small files have git's only."""
+        if self.sha256 is not None:
+            kind, expected = "sha256", self.sha256
+            found = hashlib.file_digest(content, "sha256").hexdigest()
+        else:
+            kind, expected, data = "git's digest", self.blob, content.read()
+            found = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+        return None if found == expected else f"{kind} {found}, expected {expected}"
 
-    def forward(size: int) -> None:
-        nonlocal counted
-        counted += size
-        count(size)
-
-    with hub_errors(f"fetching {file.name}", repo):
+    def difference_on_disk(self, path: Path) -> str | None:
+        """How a file on the disk differs: size, then digest while its pages are still in memory."""
         try:
+            if (size := path.stat().st_size) != self.size:
+                return f"{size} bytes, expected {self.size}"
+            with path.open("rb") as opened:
+                return self.difference(opened)
+        except OSError as error:
+            raise MachineError(
+                f"{path}: cannot be read ({error.strerror}); check the disk, then {AGAIN}"
+            ) from error
+
+
+@dataclass(frozen=True)
+class HubFiles:
+    """Reads and fetches files of one commit of a repository, through the hub's own client."""
+
+    repo: str
+    commit: str
+    options: HubOptions
+
+    def read(self, file: HubFile, part: range | None = None) -> bytes:
+        """Bytes `part` of a file, or all of it, asked for again where an answer breaks off.
+
+        Raises SourceError for a server that sends anything but that, MachineError.
+        """
+        for attempt in range(ATTEMPTS):
+            try:
+                with hub_errors(f"reading {file.name}", self.repo):
+                    return self._read_once(file, part)
+            except MachineError as error:
+                # after an answer of the server's the client has waited for a better one already
+                if attempt == ATTEMPTS - 1 or hasattr(error.__cause__, "response"):
+                    raise
+                time.sleep(attempt + 0.5)
+        raise AssertionError
+
+    def _read_once(self, file: HubFile, part: range | None) -> bytes:
+        from huggingface_hub import constants, hf_hub_url
+
+        # public: it is in an __all__ that is computed, which mypy does not follow
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff  # type: ignore[attr-defined, unused-ignore]
+
+        url = hf_hub_url(self.repo, file.name, revision=self.commit)
+        headers = build_hf_headers(token=self.options.token) | {"Accept-Encoding": "identity"}
+        if part is not None:
+            headers["Range"] = f"bytes={part.start}-{part.stop - 1}"
+        timeout, data = constants.HF_HUB_DOWNLOAD_TIMEOUT, bytearray()
+        length = file.size if part is None else len(part)
+        with http_stream_backoff(
+            "GET", url, headers=headers, timeout=timeout, retry_on_exceptions=()
+        ) as response:
+            hf_raise_for_status(response)
+            _refuse_other_answer(file, part, response)
+            for piece in response.iter_bytes():
+                data += piece
+                if len(data) > length:
+                    break
+        if len(data) != length:
+            raise MachineError(f"{file.name}: {len(data)} bytes came where {length} should have; {AGAIN}")
+        return bytes(data)
+
+    def download(self, file: HubFile, folder: Path | None, tell: Tell) -> Path:
+        """Fetch a file to `folder`, the chosen folder or the cache; its content is not compared yet. Raises
+        SourceError, MachineError.
+        """
+        from huggingface_hub import hf_hub_download
+        from tqdm import tqdm
+
+        bars: list[Any] = []
+
+        # tqdm has no types of its own
+        class Bar(tqdm):  # type: ignore[type-arg, misc, unused-ignore]
+            """Shows nothing and tells the bytes. Xet has two bars, of what has come and of what is written."""
+
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, **(kwargs | {"disable": True}))
+                bars.append(self)
+
+            def update(self, n: float | None = 1) -> None:
+                self.n += n or 0
+                tell(max(int(bar.n) for bar in bars))
+
+        with hub_errors(f"fetching {file.name}", self.repo):
             path = hf_hub_download(
-                repo,
+                self.repo,
                 file.name,
-                revision=commit,
-                token=options.token,
-                cache_dir=options.cache_dir,
-                local_dir=folder or options.local_dir,
-                tqdm_class=_forwarding_bar(forward),
+                revision=self.commit,
+                token=self.options.token,
+                cache_dir=self.options.cache_dir,
+                local_dir=folder or self.options.local_dir,
+                tqdm_class=Bar,
             )
-        except BaseException:
-            count(-counted)
-            raise
-    count(file.size - counted)
-    return Path(path)
-
-
-def wrong_file(path: Path, file: HubFile) -> str | None:
-    """What is wrong with a file on the disk, or None: size, then sha256 while its pages are still in
-    memory.
-    """
-    try:
-        if (size := path.stat().st_size) != file.size:
-            return f"{size} bytes, expected {file.size}"
-        if file.sha256 is None:
-            return wrong_bytes(file, path.read_bytes())
-        with path.open("rb") as opened:
-            value = hashlib.file_digest(opened, "sha256").hexdigest()
-    except OSError as error:
-        raise MachineError(
-            f"{path}: cannot be read ({error.strerror}); check the disk, then {AGAIN}"
-        ) from error
-    return None if value == file.sha256 else f"sha256 {value}, expected {file.sha256}"
+        tell(file.size)
+        return Path(path)
 
 
 def remove_fetched(path: Path) -> None:
     """Remove a fetched file; in the cache, the link and what it leads to."""
-    blob = path.resolve()
-    for each in {path, blob}:
+    for each in {path, path.resolve()}:
         with suppress(FileNotFoundError):
             each.unlink()
 
 
-def _forwarding_bar(count: Count) -> type[Any]:
-    """A progress bar class for the hub's client that shows nothing and passes bytes on."""
-    from tqdm import tqdm
-
-    # tqdm has no types of its own
-    class Bar(tqdm):  # type: ignore[type-arg, misc, unused-ignore]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **(kwargs | {"disable": True}))
-
-        def update(self, n: float | None = 1) -> None:
-            count(int(n or 0))
-
-    return Bar
+def _refuse_other_answer(file: HubFile, part: range | None, response: Any) -> None:
+    """Raise SourceError for an answer that is not the file, or not that part of it."""
+    status = 200 if part is None else 206
+    if response.status_code != status:
+        ranges = (
+            "; it ignores range requests, which the headers need: use another endpoint, or `marlin-convert"
+            " download` and the folder"
+        )
+        raise SourceError(
+            f"{file.name}: the server answers {response.status_code} where {status} is needed"
+            f"{'' if part is None else ranges}"
+        )
+    if part is not None:
+        asked, found = f"{part.start}-{part.stop - 1}", response.headers.get("content-range")
+        if found != f"bytes {asked}/{file.size}":
+            raise SourceError(
+                f"{file.name}: asked for bytes {asked} of {file.size}, the server says it sends {found}; the"
+                " file has changed, or a proxy is in the way"
+            )
