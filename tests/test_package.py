@@ -16,6 +16,8 @@ import pytest
 
 from checkpoints import Checkpoint
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 SCHEMAS = sorted(path.name for path in (ROOT / "schemas").iterdir())
 
@@ -80,6 +82,19 @@ def test_sdist_has_sources_tests_and_schemas(built: Path) -> None:
         assert name in names
     assert {f"schemas/{name}" for name in SCHEMAS} <= names
     assert not any("__pycache__" in name or name.endswith(".pyc") for name in names)
+
+
+def test_the_tests_of_the_sdist_collect(built: Path, tmp_path: Path) -> None:
+    """All that they need is in it."""
+    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+        archive.extractall(tmp_path, filter="data")
+    root = next(tmp_path.iterdir())
+    line = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-p", "no:cacheprovider"]
+    environment = os.environ | {"PYTHONPATH": str(root / "convert")}
+    done = subprocess.run(line, capture_output=True, text=True, check=False, cwd=root, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    collected = {row.partition(":")[0] for row in done.stdout.splitlines() if row.startswith("tests/")}
+    assert collected == {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")}
 
 
 @pytest.fixture(scope="module")
