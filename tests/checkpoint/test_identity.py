@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from checkpoints import Checkpoint, make_layers, make_small
+from checkpoints import Checkpoint, make_layers
 from marlin_convert.checkpoint.identity import identify, stamps
 from marlin_convert.checkpoint.source import open_source
 from marlin_convert.documents.codec import read, write
 from marlin_convert.documents.identity import SourceIdentity
 from marlin_convert.errors import SourceError
-
-TINY: dict[str, Any] = {"experts": 2, "moe_intermediate": 64, "layers": 2, "vt_layers": 1, "hidden": 128}
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return make_small(tmp_path_factory.mktemp("source") / "made", **TINY)
-
-
-@pytest.fixture
-def folder(made: Checkpoint, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made.folder, tmp_path / "copy"))
 
 
 def identity(folder: Path) -> SourceIdentity:

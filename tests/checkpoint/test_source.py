@@ -13,27 +13,13 @@ import pytest
 
 from attacks import ATTACKS, file_of, written
 from checkpoints import Checkpoint, expected_tensor, make_small
+from damage import edit_json
 from marlin_convert.checkpoint.source import INDEX_NAME, open_source, parse_index, weight_files
 from marlin_convert.errors import SourceError, UsageError
 
-TINY: dict[str, Any] = {"experts": 2, "moe_intermediate": 64, "layers": 2, "vt_layers": 1, "hidden": 128}
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return make_small(tmp_path_factory.mktemp("source") / "made", **TINY)
-
-
-@pytest.fixture
-def folder(made: Checkpoint, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made.folder, tmp_path / "copy"))
-
 
 def edit_index(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    path = folder / INDEX_NAME
-    document = json.loads(path.read_bytes())
-    change(document)
-    path.write_text(json.dumps(document))
+    edit_json(folder / INDEX_NAME, change)
 
 
 def refusal(folder: Path) -> str:
@@ -91,7 +77,9 @@ def test_without_an_index_all_files_are_taken(folder: Path, made: Checkpoint) ->
 
 
 def test_k2_thinking_has_no_prefix(tmp_path: Path) -> None:
-    assert open_source(str(make_small(tmp_path / "thinking", form="k2-thinking", **TINY).folder)).prefix == ""
+    assert (
+        open_source(str(make_small(tmp_path / "thinking", form="k2-thinking", experts=2).folder)).prefix == ""
+    )
 
 
 @pytest.mark.parametrize(

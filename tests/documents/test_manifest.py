@@ -14,6 +14,7 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from anywhere import holder, paths, put_odd_values
 from marlin_convert.documents.codec import seal_holds, sealed, typed, write
 from marlin_convert.documents.engine_files import quantization_config
 from marlin_convert.documents.identity import FileIdentity, SourceIdentity
@@ -225,46 +226,24 @@ def test_a_key_twice() -> None:
 
 def test_every_key_is_needed() -> None:
     whole = json.loads(sealed(MANIFEST))
-    for *above, key in paths(whole):
-        if isinstance(key, int) or above[:1] == ["model"] or key in ("experts", "sample"):
+    for path in paths(whole):
+        if (
+            isinstance(path[-1], int)
+            or (path[0] == "model" and len(path) > 1)
+            or path[-1] in ("experts", "sample")
+        ):
             continue
         document = copy.deepcopy(whole)
-        section: Any = document
-        for step in above:
-            section = section[step]
-        del section[key]
+        del holder(document, path)[path[-1]]
         with pytest.raises(OutputError):
             parse_manifest(json.dumps(document).encode(), PATH)
-
-
-def paths(section: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where every value of a document is."""
-    found = [above] if above else []
-    for key, inner in (
-        section.items()
-        if isinstance(section, dict)
-        else enumerate(section)
-        if isinstance(section, list)
-        else ()
-    ):
-        found += paths(inner, (*above, key))
-    return found
-
-
-plain = st.one_of(st.none(), st.booleans(), st.integers(-3, 10**6), st.floats(), st.text(max_size=4))
-odd = st.one_of(plain, st.lists(plain, max_size=3), st.dictionaries(st.text(max_size=3), plain, max_size=2))
 
 
 @settings(deadline=None, max_examples=400, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), count=st.integers(1, 2))
 def test_mutated_manifests(data: st.DataObject, count: int) -> None:
     document = json.loads(sealed(MANIFEST))
-    for _ in range(count):
-        *above, key = data.draw(st.sampled_from(paths(document)))
-        section: Any = document
-        for step in above:
-            section = section[step]
-        section[key] = data.draw(odd)
+    put_odd_values(data, document, count)
     try:
         manifest = parse_manifest(json.dumps(document).encode(), PATH)
     except OutputError as error:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from anywhere import put_odd_values
 from checkpoints import FULL, SMALL, Form, make_config, plan_files
 from marlin_convert.checkpoint.quantization import Quantization, rewritten
 from marlin_convert.errors import SourceError
@@ -257,36 +258,13 @@ def test_the_rewritten_config() -> None:
         parse_config(made)
 
 
-def paths(section: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where every value of a document is."""
-    found = [above] if above else []
-    for key, inner in (
-        section.items()
-        if isinstance(section, dict)
-        else enumerate(section)
-        if isinstance(section, list)
-        else ()
-    ):
-        found += paths(inner, (*above, key))
-    return found
-
-
-plain = st.one_of(st.none(), st.booleans(), st.integers(-3, 10**6), st.floats(), st.text(max_size=4))
-odd = st.one_of(plain, st.lists(plain, max_size=3), st.dictionaries(st.text(max_size=3), plain, max_size=2))
-
-
 @settings(deadline=None, max_examples=400, suppress_health_check=[HealthCheck.too_slow])
 @given(form=st.sampled_from(["k26", "k2-thinking"]), data=st.data(), count=st.integers(1, 2))
 def test_any_other_value_anywhere_is_taken_or_refused_with_a_source_error(
     form: Form, data: st.DataObject, count: int
 ) -> None:
     config = copy.deepcopy(make_config(SMALL, form))
-    for _ in range(count):
-        *above, key = data.draw(st.sampled_from(paths(config)))
-        section: Any = config
-        for step in above:
-            section = section[step]
-        section[key] = data.draw(odd)
+    put_odd_values(data, config, count)
     try:
         model = parse_config(config)
     except SourceError as error:

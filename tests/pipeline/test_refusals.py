@@ -14,6 +14,7 @@ import pytest
 
 import trees
 from checkpoints import Checkpoint, make_small
+from damage import edit_json
 from forks import Forks
 
 Command = Callable[..., tuple[int, str, str]]
@@ -40,13 +41,6 @@ def edit_header(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     change(header)
     raw = json.dumps(header).encode()
     path.write_bytes(len(raw).to_bytes(8, "little") + raw + data[start:])
-
-
-def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change a JSON file."""
-    document = json.loads(path.read_text())
-    change(document)
-    path.write_text(json.dumps(document))
 
 
 def edit_index(folder: Path, changes: dict[str, str]) -> None:

@@ -32,12 +32,16 @@ def edit_header(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
     with_header(file, json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode())
 
 
-def edit_manifest(out: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the manifest, not its digest: only a reader that was asked to checks that."""
-    file = out / "manifest.json"
+def edit_json(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a JSON file."""
     document = json.loads(file.read_bytes())
     change(document)
     file.write_text(json.dumps(document))
+
+
+def edit_manifest(out: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the manifest, not its digest: only a reader that was asked to checks that."""
+    edit_json(out / "manifest.json", change)
 
 
 def flip(file: Path, offset: int) -> None:
