@@ -72,7 +72,7 @@ class Numbers(click.ParamType):  # type: ignore[type-arg, unused-ignore]
 
 
 def parallel_options(function: F) -> F:
-    """--tp --ep --layers --ranks."""
+    """--tp --ep --layers --ranks --layout."""
     for option in reversed(
         (
             click.option(
@@ -89,6 +89,10 @@ def parallel_options(function: F) -> F:
                 "--layers", type=Numbers(), help="Only these layers, such as 0,3-5 (without top and common)."
             ),
             click.option("--ranks", type=Numbers(), help="Only these ranks."),
+            click.option(
+                "--layout",
+                help="How the routed experts are stored [default: moe_wna16_marlin.u4b8, for the Marlin MoE kernel].",
+            ),
         )
     ):
         function = option(function)

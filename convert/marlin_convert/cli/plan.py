@@ -22,6 +22,7 @@ def command(
     ep: int,
     layers: tuple[int, ...] | None,
     ranks: tuple[int, ...] | None,
+    layout: str | None,
     revision: str | None,
     token: str | None,
     cache_dir: str | None,
@@ -37,9 +38,8 @@ def command(
     from marlin_convert.planning.report import plan, rule_of
     from marlin_convert.shards.format import is_filler
 
-    report = plan(
-        source, out, tp=tp, ep=ep, layers=layers, ranks=ranks, hub=HubOptions(revision, token, cache_dir)
-    )
+    hub = HubOptions(revision, token, cache_dir)
+    report = plan(source, out, tp=tp, ep=ep, layers=layers, ranks=ranks, layout=layout, hub=hub)
     if as_json:
         output.document(report.as_json())
         return

@@ -66,6 +66,7 @@ def convert(
     ep: int = 1,
     layers: Sequence[int] | None = None,
     ranks: Sequence[int] | None = None,
+    layout: str | None = None,
     threads: int | None = None,
     memory: int | None = None,
     verify: str = "exact",
@@ -77,7 +78,8 @@ def convert(
 ) -> Report:
     """Convert a checkpoint, a folder or a repository `org/name`; run again, it continues.
 
-    `layers` and `ranks` limit what is made (None: all). `memory` is the budget for buffers in bytes. `verify`
+    `layers` and `ranks` limit what is made (None: all); `layout` is the id of one of the registered layouts
+    (None: that of the Marlin MoE kernel). `memory` is the budget for buffers in bytes. `verify`
     is "exact" (each buffer is inverted and compared with the source before it is written), "kernel" (and each
     written layer goes through the kernel on a GPU) or "none". `progress(done, total)` gets source bytes and
     may be called from any thread; `fetch_progress` the same for what comes from the hub. `hub` says how a
@@ -89,10 +91,7 @@ def convert(
     if verify not in CHECKS:
         raise UsageError(f"--verify {verify}: choose one of {', '.join(CHECKS)}")
     opened = open_source(source, hub)
-    plan = plan_output(
-        opened,
-        Options(tp, ep, None if layers is None else tuple(layers), None if ranks is None else tuple(ranks)),
-    )
+    plan = plan_output(opened, Options.of(tp, ep, layers, ranks, layout))
     folder = Path(out)
     refuse_foreign(folder, opened, overwrite)
     budget = choose_budget(plan, opened, threads, memory)

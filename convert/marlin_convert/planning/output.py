@@ -36,6 +36,14 @@ class Options:
     ranks: tuple[int, ...] | None = None
     layout: str = DEFAULT_LAYOUT
 
+    @staticmethod
+    def of(
+        tp: int, ep: int, layers: Sequence[int] | None, ranks: Sequence[int] | None, layout: str | None
+    ) -> Options:
+        """Options as the verbs take them; `layout` None is the default one."""
+        wanted = None if layers is None else tuple(layers)
+        return Options(tp, ep, wanted, None if ranks is None else tuple(ranks), layout or DEFAULT_LAYOUT)
+
 
 @dataclass(frozen=True)
 class Stack:

@@ -131,16 +131,14 @@ def plan(
     ep: int = 1,
     layers: Sequence[int] | None = None,
     ranks: Sequence[int] | None = None,
+    layout: str | None = None,
     hub: HubOptions | None = None,
 ) -> PlanReport:
     """Plan a conversion; nothing is written and no tensor data is read. Raises SourceError and UsageError as
     `convert` does.
     """
     opened = open_source(source, hub)
-    output = plan_output(
-        opened,
-        Options(tp, ep, None if layers is None else tuple(layers), None if ranks is None else tuple(ranks)),
-    )
+    output = plan_output(opened, Options.of(tp, ep, layers, ranks, layout))
     return PlanReport(opened, output, None if out is None else free_space(Path(out)), tuple(_notes(opened)))
 
 
