@@ -25,7 +25,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 @pytest.fixture(scope="session")
 def tiny_tp2(tiny: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`tiny` converted for tp 2. Not to be changed: copy it."""
-    from marlin_convert.pipeline.convert import convert
+    from marlin_convert.pipeline.run import convert
 
     out = tmp_path_factory.mktemp("tiny_tp2") / "out"
     convert(str(tiny.folder), out, tp=2, threads=2)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from marlin_convert.checks.verify import verify
     from marlin_convert.engines.torch_loader import load_rank
     from marlin_convert.errors import ConvertError, MachineError, OutputError, SourceError, UsageError
-    from marlin_convert.pipeline.convert import convert
+    from marlin_convert.pipeline.run import convert
     from marlin_convert.planning.report import plan
     from marlin_convert.shards.reader import open_shards
 
@@ -49,7 +49,7 @@ _HOMES = {
     "OutputError": "marlin_convert.errors",
     "SourceError": "marlin_convert.errors",
     "UsageError": "marlin_convert.errors",
-    "convert": "marlin_convert.pipeline.convert",
+    "convert": "marlin_convert.pipeline.run",
     "download": "marlin_convert.checkpoint.download",
     "load_rank": "marlin_convert.engines.torch_loader",
     "open_shards": "marlin_convert.shards.reader",

@@ -15,7 +15,7 @@ from marlin_convert.bench.kernel import bench_kernel
 from marlin_convert.bench.layer import load_layer
 from marlin_convert.bench.stats import Summary, summarize
 from marlin_convert.errors import UsageError
-from marlin_convert.pipeline.convert import convert
+from marlin_convert.pipeline.run import convert
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "schemas" / "bench-kernel.schema.json").read_text())
 

@@ -16,7 +16,7 @@ from checkpoints import Checkpoint, make_small
 from marlin_convert.checks.report import Finding
 from marlin_convert.checks.verify import verify
 from marlin_convert.errors import ConvertError, OutputError
-from marlin_convert.pipeline.convert import convert
+from marlin_convert.pipeline.run import convert
 
 PREFIX = "language_model.model.layers."
 Command = Callable[..., tuple[int, str, str]]

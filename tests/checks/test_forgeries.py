@@ -328,7 +328,7 @@ def test_digests_of_the_source_taken_away(copied: Path) -> None:
 
 def test_digests_of_the_source_taken_away_from_a_part(tiny: Checkpoint, tmp_path: Path) -> None:
     """Zeros are right only for what was never read."""
-    from marlin_convert.pipeline.convert import convert
+    from marlin_convert.pipeline.run import convert
 
     out = tmp_path / "out"
     convert(str(tiny.folder), out, tp=2, layers=[1], threads=2)

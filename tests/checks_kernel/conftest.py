@@ -46,7 +46,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 @pytest.fixture(scope="session")
 def converted(small: Checkpoint, narrow: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Converted:
     """Converted folders by tp, ep, whether padded and ranks, each made once. Not to be changed: copy them."""
-    from marlin_convert.pipeline.convert import convert
+    from marlin_convert.pipeline.run import convert
 
     made: dict[tuple[object, ...], Path] = {}
 

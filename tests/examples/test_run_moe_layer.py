@@ -10,7 +10,7 @@ import torch
 from click.testing import CliRunner
 
 from checkpoints import Checkpoint
-from marlin_convert.pipeline.convert import convert
+from marlin_convert.pipeline.run import convert
 from mistakes import plant
 from run_moe_layer import main
 

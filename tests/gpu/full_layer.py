@@ -117,7 +117,7 @@ def compile_all(place: Path) -> dict[str, Any]:
     """Compile the layout and check functions on a small checkpoint, so that no figure below has it in."""
     from checkpoints import make_small
     from marlin_convert.checks.kernel.run import verify_kernel
-    from marlin_convert.pipeline.convert import convert
+    from marlin_convert.pipeline.run import convert
 
     small = make_small(place / "small", layers=2, experts=4)
     convert(str(small.folder), place / "small-out", tp=2)
@@ -137,7 +137,7 @@ def convert_to(
     source: Path, out: Path, *, tp: int, ep: int, ranks: tuple[int, ...] | None = None
 ) -> dict[str, Any]:
     """Convert, with the figures of each stage."""
-    from marlin_convert.pipeline.convert import convert
+    from marlin_convert.pipeline.run import convert
 
     begin = time.monotonic()
     report = convert(str(source), out, tp=tp, ep=ep, ranks=ranks)

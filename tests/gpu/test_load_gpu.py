@@ -18,7 +18,7 @@ from marlin_convert.engines import ring as ring_module
 from marlin_convert.engines.ring import PinnedRing
 from marlin_convert.engines.torch_loader import PATHS, host_tensors, load_rank, load_shards
 from marlin_convert.errors import MachineError, OutputError, UsageError
-from marlin_convert.pipeline.convert import convert
+from marlin_convert.pipeline.run import convert
 from marlin_convert.reads import OpenFile
 from marlin_convert.shards.reader import open_shards
 

@@ -57,7 +57,7 @@ def published(published_once: Published) -> Iterator[Published]:
 @pytest.fixture(scope="session")
 def expected(published_once: Published, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The conversion of the folder, tp 2."""
-    from marlin_convert.pipeline.convert import convert
+    from marlin_convert.pipeline.run import convert
 
     out = tmp_path_factory.mktemp("expected") / "out"
     convert(str(published_once.folder), out, tp=2, threads=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +19,12 @@ Command = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(autouse=True)
-def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Toy]:
+def toy(monkeypatch: pytest.MonkeyPatch) -> Toy:
     """The toy layout, registered for one test."""
     monkeypatch.setattr(layout, "_LAYOUTS", dict(layout._LAYOUTS))
     made = Toy()
     layout.register(made)
-    yield made
+    return made
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (4, 2)])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from checkpoints import Checkpoint, make_small
-from marlin_convert.pipeline.convert import convert
+from marlin_convert.pipeline.run import convert
 from whole import assert_as_the_oracle_says
 
 

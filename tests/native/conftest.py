@@ -63,7 +63,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int, int
     """A converted folder for (tp, ep, source); made once and not to be changed. Source 1 is 0 but for one
     bit, where identity looks.
     """
-    from marlin_convert.pipeline.convert import convert
+    from marlin_convert.pipeline.run import convert
 
     folder = tmp_path_factory.mktemp("converted")
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from checkpoints import Checkpoint, make_small
-from marlin_convert.pipeline.convert import convert
+from marlin_convert.pipeline.run import convert
 
 DIMS: dict[str, Any] = {"layers": 2, "experts": 8, "vt_layers": 1}
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from marlin_convert.pipeline.card import carried_lines
-from marlin_convert.pipeline.convert import convert
 from marlin_convert.pipeline.finish import without_secrets
+from marlin_convert.pipeline.run import convert
 
 
 @pytest.mark.parametrize(

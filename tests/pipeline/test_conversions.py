@@ -20,7 +20,7 @@ from checkpoints import Checkpoint, Form, Order
 from checkpoints.names import ShapeDtype
 from marlin_convert.checks.verify import verify
 from marlin_convert.errors import OutputError
-from marlin_convert.pipeline.convert import Report, convert
+from marlin_convert.pipeline.run import Report, convert
 from marlin_convert.shards.reader import open_shards
 from whole import assert_as_the_oracle_says
 

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from checkpoints import Checkpoint, make_small
 from marlin_convert.checkpoint.fetcher import fetch_order, most_at_once
+from marlin_convert.checkpoint.identity import identify
 from marlin_convert.checkpoint.source import open_source
 from marlin_convert.pipeline.expert_job import expert_jobs
+from marlin_convert.pipeline.target import Target
 from marlin_convert.pipeline.tensor_job import tensor_jobs
 from marlin_convert.pipeline.unit_work import UnitWork
 from marlin_convert.planning.needs import needs, unit_files
@@ -28,10 +30,11 @@ def test_what_the_jobs_read(options: Options, split: bool, tmp_path: Path) -> No
     )
     source = open_source(str(made.folder))
     plan = plan_output(source, options)
+    target = Target(source, identify(source), plan, tmp_path)
     for unit in plan.units:
-        work = UnitWork(plan, unit, tmp_path, "", False)
-        read = {file for job in expert_jobs(work, source, 2) for file in job.files}
-        read |= {file for job in tensor_jobs(work, source) for file in job.files}
+        work = UnitWork(target, unit, False)
+        read = {file for job in expert_jobs(work, 2) for file in job.files}
+        read |= {file for job in tensor_jobs(work) for file in job.files}
         assert set(unit_files(source, plan, unit)) == read
 
 

@@ -133,7 +133,7 @@ def _child(request: dict[str, Any]) -> None:
 
 def _serve(checkpoint: str, warm: str) -> None:
     from marlin_convert.checks.verify import verify
-    from marlin_convert.pipeline.convert import convert
+    from marlin_convert.pipeline.run import convert
 
     convert(checkpoint, warm, tp=2, threads=1)
     verify(warm, threads=1)

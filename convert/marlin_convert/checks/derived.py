@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from marlin_convert.checks.kept_source import KeptSource
 from marlin_convert.checks.origins import expected_origin
 from marlin_convert.checks.report import Finding, Report
 from marlin_convert.documents.manifest import FusedTensor, Manifest, Padding, Shard, StoredTensor
@@ -15,6 +14,7 @@ from marlin_convert.kernels.quant_types import kernel_type
 from marlin_convert.layout import get_layout, known_layouts
 from marlin_convert.models.family import Facts, ModelConfig
 from marlin_convert.shards.format import is_filler
+from marlin_convert.shards.kept_source import KeptSource
 
 
 def check_manifest(manifest: Manifest, kept: KeptSource, report: Report) -> set[str]:

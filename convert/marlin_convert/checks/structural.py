@@ -15,7 +15,6 @@ from marlin_convert.checkpoint.header import Header
 from marlin_convert.checkpoint.quantization import rewritten
 from marlin_convert.checkpoint.source import INDEX_NAME, Source
 from marlin_convert.checkpoint.store import header_of
-from marlin_convert.checks.kept_source import ZEROS, KeptSource
 from marlin_convert.checks.origins import expected_origin
 from marlin_convert.checks.report import Finding, Report
 from marlin_convert.documents.codec import read, seal_holds, typed
@@ -29,6 +28,7 @@ from marlin_convert.documents.manifest import Manifest, Shard
 from marlin_convert.errors import OutputError, SourceError
 from marlin_convert.files import PAGE, digest, file_digest
 from marlin_convert.shards.format import is_filler
+from marlin_convert.shards.kept_source import ZEROS, KeptSource
 
 UNLISTED = frozenset({"manifest.json", "provenance.json"})
 

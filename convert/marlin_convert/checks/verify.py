@@ -15,7 +15,6 @@ from marlin_convert.checkpoint.identity import identify
 from marlin_convert.checkpoint.source import Source, open_source
 from marlin_convert.checks.derived import check_manifest
 from marlin_convert.checks.experts import ExpertCheck, StoredLayer
-from marlin_convert.checks.kept_source import KeptSource, read_kept_source, sound_bytes
 from marlin_convert.checks.plain import PlainCheck
 from marlin_convert.checks.published import Published
 from marlin_convert.checks.report import Finding, Report
@@ -32,6 +31,7 @@ from marlin_convert.files import digest, machine_errors
 from marlin_convert.layout import get_layout, known_layouts
 from marlin_convert.reads import PieceReader
 from marlin_convert.shards.format import is_filler
+from marlin_convert.shards.kept_source import KeptSource, read_kept_source, sound_bytes
 
 Progress = Callable[[int, int], None]
 REMAKE = "to mend it make it again: convert with --overwrite"

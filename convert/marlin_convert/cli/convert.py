@@ -70,7 +70,7 @@ def command(
     while earlier ones are converted, and are compared with what the hub publishes.
     """
     from marlin_convert.checkpoint.hub_files import HubOptions
-    from marlin_convert.pipeline.convert import convert
+    from marlin_convert.pipeline.run import convert
 
     begin = time.monotonic()
     hub = HubOptions(revision, token, cache_dir, local_dir, free_source, max_workers)

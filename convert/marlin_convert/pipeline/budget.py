@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
-from marlin_convert.checkpoint.source import Source
 from marlin_convert.errors import UsageError
 from marlin_convert.pipeline.expert_job import expert_jobs
+from marlin_convert.pipeline.target import Target
 from marlin_convert.pipeline.tensor_job import tensor_jobs
 from marlin_convert.pipeline.unit_work import UnitWork
-from marlin_convert.planning.output import OutputPlan
 
 #: experts of a batch at most. At tp 8 of K2.6 that gives writes of 3.5, 0.4, 1.75 and 0.2 MiB; with 8, a
 #: layer has so few jobs that all threads read together and then write together, and 96 experts took a quarter
@@ -30,7 +28,7 @@ class Budget:
     batch: int
 
 
-def choose_budget(plan: OutputPlan, source: Source, threads: int | None, memory: int | None) -> Budget:
+def choose_budget(target: Target, threads: int | None, memory: int | None) -> Budget:
     """The largest batch for which every thread has room. Raises UsageError where not even one job fits,
     naming the least that works.
     """
@@ -39,30 +37,28 @@ def choose_budget(plan: OutputPlan, source: Source, threads: int | None, memory:
     if memory is None:
         memory = max(DEFAULT_MEMORY, threads * MEMORY_PER_THREAD)
         memory = min(memory, max(_physical_memory() // 2, 256 << 20))
-    least = _need(plan, source, 1)
+    least = _need(target, 1)
     if memory < least:
         raise UsageError(
             f"--memory {memory} is too little: the smallest that works is {-(-least >> 20)}MiB, for the"
             " largest single step"
         )
     batch = BATCH
-    while batch > 1 and _need(plan, source, batch) * threads > memory:
+    while batch > 1 and _need(target, batch) * threads > memory:
         batch //= 2
     return Budget(threads, memory, batch)
 
 
-def _need(plan: OutputPlan, source: Source, batch: int) -> int:
+def _need(target: Target, batch: int) -> int:
     """Bytes of the largest job."""
     need = 0
     experts_seen = False
-    for unit in plan.units:
-        work = UnitWork(plan, unit, Path(), "", False)
-        need = max([need, *(job.need for job in tensor_jobs(work, source))])
+    for unit in target.plan.units:
+        work = UnitWork(target, unit, False)
+        need = max([need, *(job.need for job in tensor_jobs(work))])
         if unit.source.experts_prefix is not None and not experts_seen:
             # a layer's batches differ only in how their pieces lie together: a margin covers that
-            need = max(
-                need, *(job.need + len(job.tensors) * 8192 for job in expert_jobs(work, source, batch))
-            )
+            need = max(need, *(job.need + len(job.tensors) * 8192 for job in expert_jobs(work, batch)))
             experts_seen = True
     return need
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.documents.identity import SourceIdentity
 from marlin_convert.documents.manifest import ListedFile
+from marlin_convert.pipeline.target import Target
 from marlin_convert.planning.output import OutputPlan
 
 #: what of the source's card stays true of a conversion
@@ -31,14 +32,9 @@ layout to the digests of the
 published tensors."""
 
 
-def model_card(
-    source: Source,
-    identity: SourceIdentity,
-    plan: OutputPlan,
-    checks: str,
-    files: Sequence[ListedFile],
-) -> bytes:
+def model_card(target: Target, checks: str, files: Sequence[ListedFile]) -> bytes:
     """The card. `files` are the documents beside the shards, as the manifest lists them."""
+    source, identity, plan, scheme = target.source, target.identity, target.plan, target.plan.shape.scheme
     unproven = " on purpose; it was not checked while converting: run `marlin-convert verify`."
     proof = (
         ": each tensor was inverted and compared with the source before it was written."
@@ -58,8 +54,8 @@ def model_card(
                 f" {_parallel(plan)} and put in the order in which the Marlin"
             ),
             (
-                f"MoE kernel reads them (`{plan.layout.id}`, {plan.shape.scheme.num_bits} bit, group {plan.shape.scheme.group_size}). No value"
-                f" was changed{proof}"
+                f"MoE kernel reads them (`{plan.layout.id}`, {scheme.num_bits} bit, group {scheme.group_size})."
+                f" No value was changed{proof}"
             ),
             "",
             LOADING,

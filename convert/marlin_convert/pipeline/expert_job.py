@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from marlin_convert.buffers import Buffer
-from marlin_convert.checkpoint.source import Source
 from marlin_convert.errors import ConvertError, SourceError
 from marlin_convert.files import PAGE, digest
 from marlin_convert.layout.protocol import ELEMENT, ExpertSlice, Mismatch, Role
@@ -41,7 +40,6 @@ class ExpertJob:
     """
 
     work: UnitWork
-    source: Source
     experts: range
     ranks: tuple[int, ...]
     tensors: tuple[ExpertTensor, ...]
@@ -62,12 +60,12 @@ class ExpertJob:
     @property
     def _first(self) -> int:
         """Which of its ranks' experts the batch begins with."""
-        plan = self.work.plan
+        plan = self.work.target.plan
         return self.experts.start - plan.topology.expert_range(self.ranks[0], plan.experts).start
 
     def run(self, tools: Tools) -> None:
         """Do it all. Raises SourceError, MachineError, or ConvertError where the exact check fails."""
-        plan, size = self.work.plan, sum(run.length for run in self.reads.runs)
+        plan, size = self.work.target.plan, sum(run.length for run in self.reads.runs)
         with tools.pool.take(self.need) as buffer:
             with tools.stages.time("read", size):
                 tools.reader.read(self.reads, buffer)
@@ -97,7 +95,7 @@ class ExpertJob:
 
     def _slices(self, buffer: Buffer, outputs: Mapping[tuple[int, str], Output]) -> list[ExpertSlice]:
         """Every expert for every rank, experts outermost; all in the memory of `buffer`."""
-        shape, topology, slices = self.work.plan.shape, self.work.plan.topology, []
+        shape, topology, slices = self.work.target.plan.shape, self.work.target.plan.topology, []
         memory: Memory = {role: buffer.view(element) for role, element in ELEMENT.items()}
         matrices = self._matrices(memory, buffer)
         for i, expert in enumerate(self.experts):
@@ -119,7 +117,7 @@ class ExpertJob:
         matrices: dict[int, dict[tuple[str, Role], RowView]] = {expert: {} for expert in self.experts}
         for tensor, at in zip(self.tensors, self.reads.places, strict=True):
             if tensor.role is not None:
-                size = self.source.tensors[tensor.name].entry.size
+                size = self.work.target.source.tensors[tensor.name].entry.size
                 view = _source_matrix(memory[tensor.role], buffer[at : at + size], at, tensor.shape[0])
                 matrices[tensor.expert][tensor.projection, tensor.role] = view
         return matrices
@@ -134,7 +132,7 @@ class ExpertJob:
 
     def _hash_source(self, buffer: Buffer) -> None:
         for tensor, at in zip(self.tensors, self.reads.places, strict=True):
-            data = buffer[at : at + self.source.tensors[tensor.name].entry.size]
+            data = buffer[at : at + self.work.target.source.tensors[tensor.name].entry.size]
             if tensor.role is None:
                 self._check_shape(tensor, data)
             self.work.source_digests[tensor.name] = digest(data)
@@ -143,9 +141,9 @@ class ExpertJob:
         """weight_shape only repeats the geometry; it is not stored, so what it says must be what the packed
         tensor has.
         """
-        file, entry = self.source.tensors[tensor.name]
+        file, entry = self.work.target.source.tensors[tensor.name]
         found = tuple(int(n) for n in data.copy().view(np.int32 if entry.dtype == "I32" else np.int64))
-        expected = self.work.plan.shape.matrix(tensor.projection)
+        expected = self.work.target.plan.shape.matrix(tensor.projection)
         if found != expected:
             raise SourceError(
                 f"{tensor.name} in {file} says {list(found)}, but weight_packed has the shape of {list(expected)}"
@@ -185,22 +183,22 @@ def _stored_expert(memory: Memory, stack: Stack, at: int, i: int) -> RowView:
     return RowView(flat, at // flat.itemsize + i * size, size // rows, rows, size // rows)
 
 
-def expert_jobs(work: UnitWork, source: Source, batch: int) -> list[ExpertJob]:
+def expert_jobs(work: UnitWork, batch: int) -> list[ExpertJob]:
     """The jobs of a layer's routed experts, in expert order, `batch` at a time and never across ep groups."""
-    plan, jobs = work.plan, []
+    plan, jobs = work.target.plan, []
     for group in range(plan.topology.ep if work.unit.source.experts_prefix is not None else 0):
         ranks = tuple(rank for rank in plan.ranks if plan.topology.ep_rank(rank) == group)
         owned = plan.topology.expert_range(ranks[0], plan.experts) if ranks else range(0)
         for first in owned[::batch]:
-            jobs.append(_job(work, source, range(first, min(first + batch, owned.stop)), ranks))
+            jobs.append(_job(work, range(first, min(first + batch, owned.stop)), ranks))
     return jobs
 
 
-def _job(work: UnitWork, source: Source, experts: range, ranks: tuple[int, ...]) -> ExpertJob:
+def _job(work: UnitWork, experts: range, ranks: tuple[int, ...]) -> ExpertJob:
     prefix = work.unit.source.experts_prefix or ""
     tensors = tuple(
-        tensor for expert in experts for tensor in expert_tensors(prefix, expert, work.plan.shape)
+        tensor for expert in experts for tensor in expert_tensors(prefix, expert, work.target.plan.shape)
     )
-    places = [source.tensors[tensor.name] for tensor in tensors]
+    places = [work.target.source.tensors[tensor.name] for tensor in tensors]
     reads = plan_reads([Piece(place.file, place.entry.offset, place.entry.size) for place in places])
-    return ExpertJob(work, source, experts, ranks, tensors, reads)
+    return ExpertJob(work, experts, ranks, tensors, reads)

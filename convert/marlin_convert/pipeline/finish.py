@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import msgspec
 
@@ -21,7 +20,6 @@ from marlin_convert.checkpoint.quantization import rewritten
 from marlin_convert.checkpoint.source import INDEX_NAME, Source
 from marlin_convert.documents.codec import NO_DIGEST, sealed
 from marlin_convert.documents.engine_files import quantization_config
-from marlin_convert.documents.identity import SourceIdentity
 from marlin_convert.documents.manifest import ListedFile
 from marlin_convert.documents.provenance import Provenance, Stage
 from marlin_convert.documents.records import FinishedUnit
@@ -29,6 +27,7 @@ from marlin_convert.files import digest, machine_errors, write_atomic, write_dur
 from marlin_convert.pipeline.card import model_card
 from marlin_convert.pipeline.manifest import build_manifest, digest_file, rank_index, source_digests
 from marlin_convert.pipeline.stages import Stages
+from marlin_convert.pipeline.target import Target
 from marlin_convert.planning.output import OutputPlan, rank_folder
 from marlin_convert.shards.format import FORMAT, FORMAT_VERSION
 
@@ -36,27 +35,19 @@ from marlin_convert.shards.format import FORMAT, FORMAT_VERSION
 AT_A_TIME = 8
 
 
-def finish_output(
-    source: Source,
-    identity: SourceIdentity,
-    plan: OutputPlan,
-    records: Mapping[str, FinishedUnit],
-    out: Path,
-    checks: str,
-    stages: Stages,
-) -> None:
+def finish_output(target: Target, records: Mapping[str, FinishedUnit], checks: str, stages: Stages) -> None:
     """Write everything beside the shards, then the manifest. All of it can be done again after a crash."""
+    source, plan, out = target.source, target.plan, target.out
     with machine_errors(f"writing the documents of {out}"):
         documents = {"digests.bin": digest_file(plan, records), "config.json": output_config(source, plan)}
         documents |= _source_documents(source, records) | _indexes(plan)
         with ThreadPoolExecutor(AT_A_TIME) as workers:
-            documents |= dict(
-                zip(source.auxiliary, workers.map(source.store.read, source.auxiliary), strict=True)
-            )
+            contents = workers.map(source.store.read, source.auxiliary)
+            documents |= dict(zip(source.auxiliary, contents, strict=True))
         files = [_listed(path, data) for path, data in documents.items()]
-        card = model_card(source, identity, plan, checks, files)
+        card = model_card(target, checks, files)
         files.append(_listed("README.md", card))
-        manifest = build_manifest(source, identity, plan, records, files, checks)
+        manifest = build_manifest(target, records, files, checks)
         write_durably(out, documents | {"README.md": card, "provenance.json": provenance(source, stages)})
         write_atomic(out / "manifest.json", manifest)
 

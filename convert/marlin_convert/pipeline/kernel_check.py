@@ -11,16 +11,16 @@ from threading import Lock
 import numpy as np
 import numpy.typing as npt
 
-from marlin_convert.checkpoint.source import Source
 from marlin_convert.errors import OutputError, UsageError
 from marlin_convert.extras import installed
-from marlin_convert.planning.output import OutputPlan, OutputUnit
+from marlin_convert.pipeline.target import Target
+from marlin_convert.planning.output import OutputUnit
 from marlin_convert.reads import read_bytes
 
 Check = Callable[[OutputUnit], None]
 
 
-def kernel_check(source: Source, plan: OutputPlan, out: Path, device: str = "cuda") -> Check:
+def kernel_check(target: Target, device: str = "cuda") -> Check:
     """A function that runs the kernel check on a unit whose files lie in OUT, one unit at a time.
 
     Raises MachineError here, before anything is written, where no kernel loads. The function raises
@@ -35,6 +35,7 @@ def kernel_check(source: Source, plan: OutputPlan, out: Path, device: str = "cud
     from marlin_convert.kernels.providers import load_for
     from marlin_convert.kernels.quant_types import need_kernel_type
 
+    source, plan, out = target.source, target.plan, target.out
     need_kernel_type(plan.layout.id)
     provider = load_for(device)
     top_k = int(source.model.text.get("num_experts_per_tok", 8))

@@ -10,7 +10,6 @@ from typing import Any
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.documents.codec import NO_DIGEST, sealed, write
 from marlin_convert.documents.engine_files import Index, IndexMetadata
-from marlin_convert.documents.identity import SourceIdentity
 from marlin_convert.documents.manifest import (
     FusedTensor,
     ListedFile,
@@ -28,6 +27,7 @@ from marlin_convert.documents.records import FinishedFile, FinishedUnit
 from marlin_convert.files import digest
 from marlin_convert.kernels.quant_types import kernel_type
 from marlin_convert.models.family import ModelConfig
+from marlin_convert.pipeline.target import Target
 from marlin_convert.planning.output import OutputPlan, OutputUnit, Stack
 from marlin_convert.planning.units import PlainTensor, expert_tensors
 from marlin_convert.shards.format import FORMAT, FORMAT_VERSION, is_filler
@@ -95,14 +95,10 @@ def source_digests(source: Source, records: Mapping[str, FinishedUnit]) -> bytes
 
 
 def build_manifest(
-    source: Source,
-    identity: SourceIdentity,
-    plan: OutputPlan,
-    records: Mapping[str, FinishedUnit],
-    files: Sequence[ListedFile],
-    checks: str,
+    target: Target, records: Mapping[str, FinishedUnit], files: Sequence[ListedFile], checks: str
 ) -> bytes:
     """The manifest, sealed."""
+    source, identity, plan = target.source, target.identity, target.plan
     offsets = digest_offsets(plan)
     return sealed(
         Manifest(

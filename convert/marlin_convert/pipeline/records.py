@@ -66,7 +66,8 @@ class WorkFolder:
 
     def any_finished(self) -> bool:
         """Whether there is a record of any unit."""
-        return any((self.folder / "units").iterdir())
+        units = self.folder / "units"
+        return units.is_dir() and any(units.iterdir())
 
     def finished(self, plan: OutputPlan, unit: OutputUnit) -> FinishedUnit | None:
         """The record of a unit, if there is a whole one and its files are still there with their sizes and

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from marlin_convert.checkpoint.source import Source
 from marlin_convert.errors import ConvertError
 from marlin_convert.files import PAGE
 from marlin_convert.pipeline.stages import Tools
@@ -32,7 +31,6 @@ class TensorJob:
     """One tensor. Its chunks go in order, so that whole-tensor digests are made in the same pass."""
 
     work: UnitWork
-    source: Source
     tensor: PlainTensor
 
     @property
@@ -43,11 +41,11 @@ class TensorJob:
     @property
     def files(self) -> tuple[str, ...]:
         """Source files it reads."""
-        return (self.source.tensors[self.tensor.name].file,)
+        return (self.work.target.source.tensors[self.tensor.name].file,)
 
     @property
     def _row_bytes(self) -> int:
-        return self.source.tensors[self.tensor.name].entry.size // self.tensor.shape[0]
+        return self.work.target.source.tensors[self.tensor.name].entry.size // self.tensor.shape[0]
 
     @property
     def _chunk_rows(self) -> int:
@@ -60,7 +58,7 @@ class TensorJob:
     def run(self, tools: Tools) -> None:
         """Stream it. Raises SourceError or MachineError."""
         name = self.tensor.name
-        file, entry = self.source.tensors[name]
+        file, entry = self.work.target.source.tensors[name]
         holders = self.tensor.cut.holders(self.work.unit.ranks)
         whole = xxhash.xxh3_128()
         parts = {index: xxhash.xxh3_128() for index in holders}
@@ -120,7 +118,7 @@ class TensorJob:
                 self.work.files[rank].write(part, offset)
 
 
-def tensor_jobs(work: UnitWork, source: Source) -> list[TensorJob]:
+def tensor_jobs(work: UnitWork) -> list[TensorJob]:
     """The jobs of a unit's plain tensors, large ones first so that no long one is left alone at the end."""
-    jobs = [TensorJob(work, source, tensor) for tensor in work.unit.source.plain]
-    return sorted(jobs, key=lambda job: -source.tensors[job.tensor.name].entry.size)
+    jobs = [TensorJob(work, tensor) for tensor in work.unit.source.plain]
+    return sorted(jobs, key=lambda job: -work.target.source.tensors[job.tensor.name].entry.size)

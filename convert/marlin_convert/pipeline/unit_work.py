@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from threading import Lock
 
 import numpy as np
@@ -15,25 +14,24 @@ import numpy.typing as npt
 from marlin_convert.documents.records import ExpertDigests, FinishedFile, FinishedUnit
 from marlin_convert.errors import SourceError
 from marlin_convert.files import digest
-from marlin_convert.planning.output import OutputPlan, OutputUnit
+from marlin_convert.pipeline.target import Target
+from marlin_convert.planning.output import OutputUnit
 from marlin_convert.shards.format import header_bytes, is_filler
 from marlin_convert.shards.writer import ShardFile, finish_files
 
 Digests = npt.NDArray[np.uint8]
 #: digest and file of source tensors that were converted into this OUT before
-Kept = Mapping[str, tuple[bytes, str]]
+Recorded = Mapping[str, tuple[bytes, str]]
 
 
 @dataclass(eq=False)
 class UnitWork:
     """Shared by the jobs of a unit; each job writes to places of its own."""
 
-    plan: OutputPlan
+    target: Target
     unit: OutputUnit
-    out: Path
-    source_id: str
     direct_io: bool
-    kept: Kept = field(default_factory=dict)
+    recorded: Recorded = field(default_factory=dict)
     jobs_left: int = 0
     state: str = "new"
     files: dict[int | None, ShardFile] = field(default_factory=dict)
@@ -55,10 +53,14 @@ class UnitWork:
             self.state = "broken"
             for rank in self.unit.ranks:
                 head = header_bytes(
-                    self.unit.files, self.plan.metadata(self.unit, rank, self.source_id), self.unit.data_start
+                    self.unit.files,
+                    self.target.plan.metadata(self.unit, rank, self.target.identity.id),
+                    self.unit.data_start,
                 )
                 file = ShardFile(
-                    self.out / self.plan.path(self.unit, rank), self.unit.file_size, self.direct_io
+                    self.target.out / self.target.plan.path(self.unit, rank),
+                    self.unit.file_size,
+                    self.direct_io,
                 )
                 self.files[rank] = file
                 self.heads[rank] = head
@@ -102,10 +104,10 @@ class UnitWork:
 
     def _refuse_other_data(self) -> None:
         for name, found in self.source_digests.items():
-            kept, file = self.kept.get(name, (found, ""))
+            kept, file = self.recorded.get(name, (found, ""))
             if kept != found:
                 raise SourceError(
-                    f"{file}: {name} is not what {self.out} was made from: its xxh3-128 is {found.hex()},"
+                    f"{file}: {name} is not what {self.target.out} was made from: its xxh3-128 is {found.hex()},"
                     f" source/digests.bin there has {kept.hex()}; fetch the file again, then run the same"
                     " command"
                 )

@@ -13,7 +13,6 @@ from typing import Any
 
 from marlin_convert.checkpoint.identity import identify
 from marlin_convert.checkpoint.source import Source, open_source
-from marlin_convert.checks.kept_source import read_kept_source
 from marlin_convert.checks.kernel.layer import (
     LayerFiles,
     Originals,
@@ -29,6 +28,7 @@ from marlin_convert.kernels.providers import Provider, load_for
 from marlin_convert.kernels.quant_types import need_kernel_type
 from marlin_convert.layout import get_layout
 from marlin_convert.models.family import ModelConfig
+from marlin_convert.shards.kept_source import read_kept_source
 from marlin_convert.shards.reader import Shards, open_shards
 
 TOKENS = (1, 9, 90, 330)

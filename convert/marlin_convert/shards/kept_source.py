@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from marlin_convert.checkpoint.header import Header, TensorEntry, parse_header
+from marlin_convert.checkpoint.source import Source
 from marlin_convert.documents.manifest import Manifest
 from marlin_convert.errors import ConvertError, OutputError
 from marlin_convert.files import digest
 from marlin_convert.models.family import ModelConfig, parse_config
 
 ZEROS = bytes(16)
+#: the digests of the source's tensors, in OUT
+DIGESTS = "source/digests.bin"
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,18 @@ def digests_by_tensor(headers: Sequence[Header], blob: bytes) -> dict[str, bytes
             " with --overwrite"
         )
     return {name: blob[16 * i : 16 * i + 16] for i, name in enumerate(names)}
+
+
+def recorded_digests(out: Path, source: Source) -> dict[str, tuple[bytes, str]]:
+    """Digest and file of each source tensor, as OUT keeps them from when it was finished: what is made again must
+    come of the same bytes.
+    """
+    try:
+        blob = (out / DIGESTS).read_bytes()
+    except FileNotFoundError:
+        return {}
+    digests = digests_by_tensor(source.headers, blob)
+    return {name: (value, source.tensors[name].file) for name, value in digests.items() if value != ZEROS}
 
 
 def sound_bytes(out: Path, manifest: Manifest, name: str) -> bytes:

@@ -1,0 +1,74 @@
+"""Reuse what is whole of a finished conversion that has lost files."""
+
+from __future__ import annotations
+
+from marlin_convert.documents.manifest import Shard, Unit, read_manifest
+from marlin_convert.documents.records import ExpertDigests, FinishedFile, FinishedUnit
+from marlin_convert.errors import OutputError
+from marlin_convert.files import sync_folder
+from marlin_convert.pipeline.records import WorkFolder
+from marlin_convert.pipeline.resume import missing_files
+from marlin_convert.pipeline.target import Target
+from marlin_convert.shards.kept_source import ZEROS, read_kept_source, sound_bytes
+
+
+def reopen(target: Target, work: WorkFolder) -> None:
+    """Turn a finished OUT that has lost files into one that is being made: records for its units, and no
+    manifest.
+
+    A unit that has lost a file gets none, and is made anew. Raises OutputError where what is kept of the
+    source is gone or damaged too.
+    """
+    out, plan = target.out, target.plan
+    manifest = read_manifest(out)
+    kept = read_kept_source(out, manifest)
+    blob, kept_blob = (sound_bytes(out, manifest, name) for name in ("digests.bin", "source/digests.bin"))
+    if not (blob and kept_blob):
+        name = "digests.bin" if not blob else "source/digests.bin"
+        raise OutputError(
+            f"{out}/{name} is damaged or missing, so what is left cannot be reused; start again with"
+            " --overwrite"
+        )
+    planned = {unit.name for unit in plan.units}
+    missing = missing_files(out, manifest)
+    lost = {shard.unit for shard in manifest.shards if shard.path in missing}
+    for unit in manifest.units:
+        if unit.name in planned - lost:
+            work.record(
+                _record(
+                    unit,
+                    [shard for shard in manifest.shards if shard.unit == unit.name],
+                    kept.digests,
+                    blob,
+                    plan.experts,
+                )
+            )
+    (out / "manifest.json").unlink()
+    sync_folder(out)
+
+
+def _record(
+    unit: Unit, shards: list[Shard], digests: dict[str, bytes], blob: bytes, experts: int
+) -> FinishedUnit:
+    files = tuple(
+        FinishedFile(shard.rank, shard.size, shard.header, {t.name: t.digest for t in shard.tensors})
+        for shard in shards
+    )
+    stacked = tuple(
+        ExpertDigests(shard.rank, tensor.name, blob[tensor.experts : tensor.experts + 16 * tensor.shape[0]])
+        for shard in shards
+        for tensor in shard.tensors
+        if tensor.experts is not None
+    )
+    patterns = [source for origin in unit.tensors for source in origin.sources] + list(unit.checked)
+    names = [
+        pattern.replace("{expert}", str(e))
+        for pattern in patterns
+        for e in (range(experts) if "{expert}" in pattern else (0,))
+    ]
+    return FinishedUnit(
+        unit.name,
+        files,
+        stacked,
+        {name: digests[name].hex() for name in names if digests.get(name, ZEROS) != ZEROS},
+    )

@@ -1,0 +1,266 @@
+"""What may be done with OUT: a new conversion, one that is continued, one that is repaired, nothing any more,
+or a refusal that says why.
+
+`observe` looks at what lies there, `decide` compares it with what is asked for; neither changes anything. It
+is asked before anything is made, so that a refusal leaves no trace, and again once OUT is locked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from marlin_convert.checkpoint.source import Source
+from marlin_convert.documents.manifest import Manifest, read_manifest
+from marlin_convert.documents.records import Job, JobOptions
+from marlin_convert.errors import ConvertError, SourceError, UsageError
+from marlin_convert.pipeline.records import WORK, WorkFolder
+from marlin_convert.pipeline.target import Target
+from marlin_convert.planning.output import OutputPlan
+from marlin_convert.shards.format import FORMAT_VERSION
+from marlin_convert.shards.kept_source import DIGESTS
+
+#: what is proven while converting, each more than the one before
+CHECKS = ("none", "exact", "kernel")
+
+#: per file of a source folder its size and modification time
+Stamps = Mapping[str, list[int]]
+
+
+class Action(StrEnum):
+    """What is to be done with OUT."""
+
+    NEW = "new"
+    CONTINUE = "continue"
+    REPAIR = "repair"
+    REPLACE = "replace"
+    DONE = "done"
+
+
+@dataclass(frozen=True)
+class OutState:
+    """What lies in OUT. `damaged` is what reading the manifest or the job said, where there is one that
+    cannot be read; `missing` are the files of a finished conversion that are gone or of another size.
+    """
+
+    out: Path
+    manifest: Manifest | None = None
+    job: Job | None = None
+    damaged: ConvertError | None = None
+    missing: frozenset[str] = frozenset()
+    any_record: bool = False
+    keeps_digests: bool = False
+    #: files of a conversion without its manifest: what is left of one that was being removed
+    remains: bool = False
+    foreign: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for: this target, proven so far, from files with these stamps; `overwrite` removes
+    whatever conversion lies there.
+    """
+
+    target: Target
+    stamps: Stamps
+    verify: str
+    overwrite: bool
+
+    @property
+    def job(self) -> Job:
+        """As it is recorded."""
+        return Job(job_options(self.target.plan, self.verify), self.target.identity, dict(self.stamps))
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The answer. `checks` is what is proven on the way; `job` is to be recorded where it is not None."""
+
+    action: Action
+    checks: str
+    job: Job | None = None
+
+
+def observe(out: Path) -> OutState:
+    """Look at OUT. Raises UsageError where it is no folder."""
+    if not out.exists():
+        return OutState(out)
+    if not out.is_dir():
+        raise UsageError(f"{out} is not a folder")
+    work, marked = WorkFolder(out), (out / WORK).is_dir()
+    manifest = job = damaged = None
+    try:
+        if _has_our_manifest(out) or (marked and (out / "manifest.json").exists()):
+            manifest = read_manifest(out)
+        job = work.job()
+    except ConvertError as error:
+        damaged = error
+    ours = marked or manifest is not None or damaged is not None
+    remains = not ours and (out / "source" / "headers").is_dir()
+    return OutState(
+        out,
+        manifest,
+        job,
+        damaged,
+        missing=frozenset() if manifest is None else missing_files(out, manifest),
+        any_record=work.any_finished(),
+        keeps_digests=(out / DIGESTS).exists(),
+        remains=remains,
+        foreign=not ours and not remains and any(out.iterdir()),
+    )
+
+
+def decide(state: OutState, request: Request) -> Decision:
+    """What may be done. Raises UsageError for an OUT that is the source, lies in it or holds something else,
+    and for options other than OUT was made with; SourceError for another source; OutputError where OUT is
+    damaged.
+    """
+    out = state.out
+    _refuse_source(out, request.target.source)
+    if state.foreign:
+        raise UsageError(f"{out} is not empty and is not a conversion; choose an empty folder")
+    if request.overwrite:
+        return Decision(Action.REPLACE, request.verify, request.job)
+    if state.remains:
+        raise UsageError(
+            f"{out} holds files of a conversion but no manifest.json; use --overwrite to make it again"
+        )
+    if state.damaged is not None:
+        raise state.damaged
+    if state.manifest is None:
+        job = _job_to_record(state, request)
+        return Decision(Action.NEW if state.job is None else Action.CONTINUE, request.verify, job)
+    _compare_finished(out, state.manifest, request)
+    if not state.missing:
+        return Decision(Action.DONE, state.manifest.checks)
+    checks = state.manifest.checks
+    if checks == "kernel" and request.verify != "kernel":
+        raise UsageError(
+            f"{out} has lost files and was made with --verify kernel; give that again to remake them"
+        )
+    again = Request(request.target, request.stamps, checks, overwrite=False)
+    return Decision(Action.REPAIR, checks, _job_to_record(state, again))
+
+
+def missing_files(out: Path, manifest: Manifest) -> frozenset[str]:
+    """Files of a finished conversion that are gone or of another size. What is in the files is for `verify`
+    to say.
+    """
+    sizes = {shard.path: shard.size for shard in manifest.shards}
+    sizes |= {file.path: file.size for file in manifest.files}
+    return frozenset(path for path, size in sizes.items() if not _is_there(out / path, size))
+
+
+def _is_there(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size
+
+
+def _has_our_manifest(out: Path) -> bool:
+    try:
+        with (out / "manifest.json").open("rb") as file:
+            return b'"marlin-convert"' in file.read(64)
+    except OSError:
+        return False
+
+
+def _refuse_source(out: Path, source: Source) -> None:
+    here, there = out.resolve(), None if source.folder is None else source.folder.resolve()
+    if here == there or there in here.parents:
+        raise UsageError(f"{out} is the source folder or lies in it; choose another place for the output")
+
+
+def job_options(plan: OutputPlan, verify: str) -> JobOptions:
+    """What must be the same for a run to continue another. Threads, memory and the way of I/O do not matter:
+    they change no byte.
+    """
+    return JobOptions(
+        FORMAT_VERSION,
+        plan.layout.id,
+        plan.rules,
+        plan.topology.tp,
+        plan.topology.ep,
+        tuple(plan.ranks),
+        tuple(plan.layers),
+        plan.complete,
+        verify,
+    )
+
+
+def _manifest_options(manifest: Manifest) -> JobOptions:
+    """The options of a finished conversion, as `job_options` has them."""
+    return JobOptions(
+        manifest.format_version,
+        manifest.layout_id,
+        manifest.parallel.rules,
+        manifest.tp,
+        manifest.ep,
+        manifest.ranks,
+        manifest.layers,
+        manifest.complete,
+        manifest.checks,
+    )
+
+
+def _job_to_record(state: OutState, request: Request) -> Job | None:
+    """The job to be recorded, or None where the one that was begun is this one. Raises UsageError for other
+    options, SourceError for another source.
+    """
+    begun, asked = state.job, request.job
+    if begun is None:
+        return asked
+    _compare_options(state.out, begun.options, asked.options)
+    if (difference := begun.identity.continued_by(asked.identity)) is not None:
+        raise SourceError(
+            f"{state.out} was begun from another source: {difference}; use another OUT, or --overwrite to start again"
+        )
+    touched = [name for name, stamp in asked.stamps.items() if begun.stamps.get(name) != stamp]
+    if not touched:
+        return None
+    # with the digest of every tensor at hand, each is compared; with nothing finished, nothing can be mixed
+    if state.keeps_digests or not state.any_record:
+        return asked
+    raise SourceError(
+        f"{touched[0]} was written again after {state.out} was begun, and a sample cannot prove that all of it is the"
+        " same; use --overwrite to start again"
+    )
+
+
+def _compare_finished(out: Path, manifest: Manifest, request: Request) -> None:
+    """See that a finished OUT is what is asked for. Raises UsageError or SourceError."""
+    made, asked = _manifest_options(manifest), request.job.options
+    if CHECKS.index(made.verify) >= CHECKS.index(asked.verify):
+        asked = replace(asked, verify=made.verify)  # proven more than is asked for
+    elif replace(made, verify=asked.verify) == asked:
+        flag = " --kernel" if asked.verify == "kernel" else ""
+        raise UsageError(
+            f"{out} is finished, made with --verify {made.verify}; prove it with `marlin-convert verify {out}{flag}`"
+        )
+    _compare_options(out, made, asked)
+    if (difference := manifest.source.identity.continued_by(request.target.identity)) is not None:
+        raise SourceError(
+            f"{out} was made from another source: {difference}; use another OUT, or --overwrite to start again"
+        )
+
+
+def _compare_options(out: Path, theirs: JobOptions, ours: JobOptions) -> None:
+    """Raise UsageError where an OUT was made with other options."""
+    for key in JobOptions.__struct_fields__:
+        found, wanted = getattr(theirs, key), getattr(ours, key)
+        if found != wanted:
+            raise UsageError(
+                f"{out} was made with {key} {_short(found)}, now asked for {_short(wanted)}; use another OUT, or"
+                " --overwrite to start again"
+            )
+
+
+def _short(value: object) -> str:
+    if isinstance(value, tuple):
+        if len(value) > 2 and value == tuple(range(value[0], value[-1] + 1)):
+            return f"{value[0]}-{value[-1]}"
+        value = list(value)
+    text = str(value)
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -1,0 +1,231 @@
+"""The conversion from end to end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from threading import Lock, Thread
+
+from marlin_convert.buffers import BufferPool
+from marlin_convert.checkpoint.hub_files import HubOptions
+from marlin_convert.checkpoint.identity import identify, stamps
+from marlin_convert.checkpoint.source import Source, open_source
+from marlin_convert.documents.records import FinishedUnit
+from marlin_convert.errors import SourceError, UsageError
+from marlin_convert.files import machine_errors
+from marlin_convert.pipeline.budget import Budget, choose_budget
+from marlin_convert.pipeline.clear import clear_output
+from marlin_convert.pipeline.executor import Executor, Job
+from marlin_convert.pipeline.expert_job import expert_jobs
+from marlin_convert.pipeline.finish import finish_output
+from marlin_convert.pipeline.kernel_check import Check, kernel_check
+from marlin_convert.pipeline.records import WORK, WorkFolder, locked
+from marlin_convert.pipeline.repair import reopen
+from marlin_convert.pipeline.resume import CHECKS, Action, Decision, Request, decide, observe
+from marlin_convert.pipeline.space import refuse_full_disk
+from marlin_convert.pipeline.stages import Stages, Tools
+from marlin_convert.pipeline.target import Target
+from marlin_convert.pipeline.tensor_job import tensor_jobs
+from marlin_convert.pipeline.unit_work import UnitWork
+from marlin_convert.planning.needs import needs
+from marlin_convert.planning.output import Options, OutputUnit, plan_output
+from marlin_convert.planning.units import expert_tensors
+from marlin_convert.progress import Progress
+from marlin_convert.reads import PieceReader
+from marlin_convert.shards.kept_source import recorded_digests
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a run did: units made now and found finished, and seconds and bytes per stage, summed over
+    threads.
+    """
+
+    out: Path
+    made: int
+    found: int
+    output_bytes: int
+    stages: Stages
+
+
+def convert(
+    source: str,
+    out: str | os.PathLike[str],
+    *,
+    tp: int,
+    ep: int = 1,
+    layers: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
+    layout: str | None = None,
+    threads: int | None = None,
+    memory: int | None = None,
+    verify: str = "exact",
+    overwrite: bool = False,
+    direct_io: bool = True,
+    progress: Progress | None = None,
+    hub: HubOptions | None = None,
+    fetch_progress: Progress | None = None,
+) -> Report:
+    """Convert a checkpoint, a folder or a repository `org/name`; run again, it continues.
+
+    `layers` and `ranks` limit what is made (None: all); `layout` is the id of one of the registered layouts
+    (None: that of the Marlin MoE kernel). `memory` is the budget for buffers in bytes. `verify` is "exact"
+    (each buffer is inverted and compared with the source before it is written), "kernel" (and each written
+    layer goes through the kernel on a GPU) or "none". `progress(done, total)` gets source bytes and may be
+    called from any thread; `fetch_progress` the same for what comes from the hub. `hub` says how a repository
+    is read and kept.
+
+    Raises UsageError for options that conflict with each other or with what OUT holds; SourceError for a
+    source that is not what it should be; MachineError where disk or machine failed.
+    """
+    if verify not in CHECKS:
+        raise UsageError(f"--verify {verify}: choose one of {', '.join(CHECKS)}")
+    opened = open_source(source, hub)
+    plan = plan_output(opened, Options.of(tp, ep, layers, ranks, layout))
+    target = Target(opened, identify(opened), plan, Path(out))
+    budget = choose_budget(target, threads, memory)
+    files = () if opened.folder is None else [header.file for header in opened.headers]
+    request = Request(target, stamps(opened, files), verify, overwrite)
+    return Conversion(target, request, budget, direct_io, progress).run(fetch_progress)
+
+
+@dataclass
+class Conversion:
+    """One run: look, lock, prepare, make what is left, finish."""
+
+    target: Target
+    request: Request
+    budget: Budget
+    direct_io: bool
+    progress: Progress | None
+
+    def __post_init__(self) -> None:
+        self.stages = Stages()
+        self.work = WorkFolder(self.target.out)
+        self.records: dict[str, FinishedUnit] = {}
+
+    def run(self, fetch_progress: Progress | None) -> Report:
+        """Do what is left to do in OUT. Raises what `convert` raises."""
+        target, out = self.target, self.target.out
+        decide(observe(out), self.request)
+        kernel = kernel_check(target) if self.request.verify == "kernel" else None
+        with machine_errors(f"creating {out}"):
+            out.mkdir(parents=True, exist_ok=True)
+        with locked(out):
+            decision = decide(observe(out), self.request)
+            if decision.action is not Action.DONE:
+                left = self._prepare(decision)
+                self._make(left, decision.checks, kernel, fetch_progress)
+                finish_output(target, self.records, decision.checks, self.stages)
+            else:
+                left = []
+            self.work.remove()
+        made = len(left)
+        return Report(out, made, len(target.plan.units) - made, target.plan.total_bytes, self.stages)
+
+    def _prepare(self, decision: Decision) -> list[OutputUnit]:
+        """Bring OUT into the state in which units can be made; returns those that are left."""
+        target, out = self.target, self.target.out
+        Thread(target=_load_compiled).start()
+        if decision.action is Action.REPLACE:
+            with machine_errors(f"clearing {out}"):
+                clear_output(out, target.source.auxiliary)
+        with machine_errors(f"beginning in {out}"):
+            if decision.job is not None:
+                self.work.begin(decision.job)
+            if decision.action is Action.REPAIR:
+                reopen(target, self.work)
+            self.work.remove_partials()
+            for unit in target.plan.units:
+                if (record := self.work.finished(target.plan, unit)) is not None:
+                    self.records[unit.name] = record
+        return [unit for unit in target.plan.units if unit.name not in self.records]
+
+    def _make(
+        self, left: Sequence[OutputUnit], checks: str, kernel: Check | None, fetch_progress: Progress | None
+    ) -> None:
+        """Make the units that are left and record each."""
+        source, plan, out = self.target.source, self.target.plan, self.target.out
+        staging = (out / WORK / "staging").resolve()
+        fetcher = source.store.fetcher(needs(source, plan, left), staging, fetch_progress)
+        refuse_full_disk(out, left, fetcher)
+        for folder in sorted(
+            {(out / plan.path(unit, rank)).parent for unit in plan.units for rank in unit.ranks}
+        ):
+            with machine_errors(f"creating {folder}"):
+                folder.mkdir(exist_ok=True)
+
+        def finished(done: UnitWork, record: FinishedUnit) -> None:
+            """A unit's files are durable: unless the source was touched meanwhile, its record makes it
+            count.
+            """
+            if stamps(source, self.request.stamps) != self.request.stamps:
+                raise SourceError(
+                    f"a weight file was changed while {done.unit.name} was being converted; fetch it again, then use"
+                    " --overwrite"
+                )
+            fetcher.check(done.unit.name)
+            if kernel is not None:
+                kernel(done.unit)
+            self.work.record(record)
+            self.records[record.name] = record
+            fetcher.release(done.unit.name)
+
+        # what has just been fetched and hashed is in the page cache: reading past it would read the disk
+        reader = PieceReader(source.path, self.direct_io and source.folder is not None)
+        pool, count = BufferPool(self.budget.memory), _counter(source, left, self.progress)
+        tools = Tools(fetcher, reader, pool, self.stages, checks != "none", count)
+        fetcher.start()
+        Executor(tools, self.budget.threads, finished).run(self._jobs(left))
+
+    def _jobs(self, units: Sequence[OutputUnit]) -> Iterator[Job]:
+        """All jobs in order, each unit's made only when its turn comes."""
+        source = self.target.source
+        recorded = recorded_digests(self.target.out, source)
+        for unit in units:
+            work = UnitWork(self.target, unit, self.direct_io, recorded)
+            jobs: list[Job] = [*expert_jobs(work, self.budget.batch), *tensor_jobs(work)]
+            work.jobs_left = len(jobs)
+            yield from jobs
+
+
+def _load_compiled() -> None:
+    """Import what numba compiled, a third of a second, while the disk is busy with beginning; who needs it
+    meets the errors.
+    """
+    with suppress(Exception):
+        import_module("marlin_convert.layout.batch")
+
+
+def _counter(source: Source, units: Sequence[OutputUnit], progress: Progress | None) -> Callable[[int], None]:
+    """Adds up source bytes and tells `progress`."""
+    if progress is None:
+        return lambda size: None
+    total = sum(source_bytes(source, unit) for unit in units)
+    lock, done = Lock(), 0
+    progress(0, total)
+
+    def count(size: int) -> None:
+        nonlocal done
+        with lock:
+            done = min(done + size, total)
+            progress(done, total)
+
+    return count
+
+
+def source_bytes(source: Source, unit: OutputUnit) -> int:
+    """Bytes a unit takes from the source."""
+    names = [tensor.name for tensor in unit.source.plain]
+    if unit.source.experts_prefix is not None:
+        shape = source.model.expert_shape()
+        names += [
+            tensor.name
+            for expert in range(source.model.experts)
+            for tensor in expert_tensors(unit.source.experts_prefix, expert, shape)
+        ]
+    return sum(source.tensors[name].entry.size for name in names)
