@@ -1,4 +1,4 @@
-"""A stored layout that the kernel does not read: it is converted and proven all the same, without the kernel."""
+"""A stored layout that the kernel does not read: it is converted and proven all the same."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ from marlin_convert.cli import output
 from marlin_convert.cli.options import gigabytes, json_option
 
 if TYPE_CHECKING:
-    from marlin_convert.doctor import Answer, Examination
+    from marlin_convert.doctor import Examination
+    from marlin_convert.doctor.gpu import Torch
 
 
 @click.command("doctor")
@@ -41,69 +42,46 @@ def command(ctx: click.Context, path: str, kernel: bool, as_json: bool) -> None:
 
 
 def _show(found: Examination) -> None:
-    machine, place = found.machine, found.place
-    limit = (
-        f", limited to {gigabytes(machine['memory_limit_bytes'])}" if machine["memory_limit_bytes"] else ""
-    )
-    missing = "" if place["exists"] else f", since {place['path']} is not there yet"
-    lines = [
-        (
-            "cpu",
-            (
-                f"{machine['cpu']} ({machine['architecture']}), {machine['usable_cores']} of"
-                f" {machine['cores']} cores usable"
-            ),
+    machine, place, cache = found.machine, found.place, found.numba_cache
+    limit = f", limited to {gigabytes(machine.memory_limit_bytes)}" if machine.memory_limit_bytes else ""
+    missing = "" if place.exists else f", since {place.path} is not there yet"
+    lines = {
+        "cpu": (
+            f"{machine.cpu} ({machine.architecture}), {machine.usable_cores} of {machine.cores} cores usable"
         ),
-        ("memory", f"{_size(machine['memory_bytes'])}, {_size(machine['available_bytes'])} available{limit}"),
-        ("system", f"{machine['system']}, {machine['python']}"),
-        ("open files", f"{_limit(machine['open_files'])} (at most {_limit(machine['open_files_hard'])})"),
-        ("packages", _packages(found.packages)),
-        (
-            "not installed",
-            ", ".join(name for name, version in found.packages.items() if version is None) or "-",
+        "memory": f"{_size(machine.memory_bytes)}, {_size(machine.available_bytes)} available{limit}",
+        "system": f"{machine.system}, {machine.python}",
+        "open files": f"{_limit(machine.open_files)} (at most {_limit(machine.open_files_hard)})",
+        "packages": ", ".join(f"{name} {version}" for name, version in found.packages.items() if version),
+        "not installed": ", ".join(name for name, version in found.packages.items() if not version) or "-",
+        "compiled code": f"kept in {cache['path']}" if cache["writable"] else f"not kept: {cache['reason']}",
+        "disk": (
+            f"{place.probed}{missing} ({place.file_system or 'unknown file system'}),"
+            f" {_size(place.free_bytes)} free"
         ),
-        (
-            "compiled code",
-            (
-                f"kept in {found.numba_cache['path']}"
-                if found.numba_cache["writable"]
-                else f"not kept: {found.numba_cache['reason']}"
-            ),
-        ),
-        (
-            "disk",
-            (
-                f"{place['probed']}{missing} ({place['file_system'] or 'unknown file system'}),"
-                f" {_size(place['free_bytes'])} free"
-            ),
-        ),
-        ("writing", "yes" if place["writable"] else f"no: {place['writable_reason']}"),
-        ("direct I/O", "yes" if place["direct_io"] else f"no: {place['direct_io_reason']}"),
-        ("driver", _driver(found.driver)),
-        ("torch", _torch(found)),
-        ("compiler", ", ".join(f"{name} {where or '-'}" for name, where in found.compiler.items())),
-    ]
-    for name, text in lines:
-        output.result(f"{name:<17} {text}")
+        "writing": "yes" if place.writable else f"no: {place.writable_reason}",
+        "direct I/O": "yes" if place.direct_io else f"no: {place.direct_io_reason}",
+        "driver": _driver(found.driver),
+        "torch": _torch(found.torch),
+        "compiler": ", ".join(f"{name} {where or '-'}" for name, where in found.compiler.items()),
+    }
     for provider in found.providers:
-        state = (
-            f"loads ({provider['version']})"
-            if provider["available"]
-            else f"does not load: {provider['reason']}"
+        loads = provider["available"]
+        lines[provider["name"]] = (
+            f"loads ({provider['version']})" if loads else f"does not load: {provider['reason']}"
         )
-        output.result(f"{provider['name']:<17} {state}")
     if found.install:
-        output.result(f"{'to install':<17} {found.install}")
-    for name, answer in (
-        ("conversion", found.conversion),
-        ("verification", found.verification),
-        ("kernel check", found.kernel),
-    ):
-        output.result(_line(name, answer))
-
-
-def _line(name: str, answer: Answer) -> str:
-    return f"{name}: {'yes' if answer.ok else 'no'}" + (f": {answer.reason}" if answer.reason else "")
+        lines["to install"] = found.install
+    for name, text in lines.items():
+        output.result(f"{name:<17} {text}")
+    answers = {
+        "conversion": found.conversion,
+        "verification": found.verification,
+        "kernel check": found.kernel,
+    }
+    for name, answer in answers.items():
+        reason = f": {answer.reason}" if answer.reason else ""
+        output.result(f"{name}: {'yes' if answer.ok else 'no'}{reason}")
 
 
 def _size(size: int | None) -> str:
@@ -112,10 +90,6 @@ def _size(size: int | None) -> str:
 
 def _limit(count: int | None) -> str:
     return "unlimited" if count is None else str(count)
-
-
-def _packages(packages: dict[str, str | None]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in packages.items() if version is not None)
 
 
 def _driver(driver: dict[str, Any]) -> str:
@@ -127,8 +101,7 @@ def _driver(driver: dict[str, Any]) -> str:
     return f"{driver['version']}, CUDA up to {driver['cuda'] or 'unknown'}: {gpus}"
 
 
-def _torch(found: Examination) -> str:
-    torch = found.torch
+def _torch(torch: Torch) -> str:
     if torch.version is None:
         return torch.problem
     gpus = ", ".join(

@@ -192,23 +192,23 @@ def _try(candidate: Candidate, gpu_problem: str) -> tuple[ProviderReport, OpProv
         try:
             provider = _load(candidate)
         except Exception as error:  # whatever a foreign package's import raises is a reason, not a crash
-            problems.append(f"{candidate.gemm_module} does not load: {_one_line(error)}")
+            problems.append(f"{candidate.gemm_module} does not load: {one_line(error)}")
     report = ProviderReport(
         candidate.name, provider is not None, " and ".join(problems), candidate.install, version
     )
     return report, provider
 
 
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"[:300]
+def one_line(error: BaseException) -> str:
+    """An exception as one line of at most 300 characters."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
-def probe() -> tuple[ProviderReport, ...]:
+def probe(gpu_problem: str = "") -> tuple[ProviderReport, ...]:
     """Try every place the kernel may be in, in the order of `load`; imports packages only if a GPU is
-    there.
+    there. `gpu_problem`: why none serves, where that is known already.
     """
-    gpu_problem = _gpu_problem()
+    gpu_problem = gpu_problem or _gpu_problem()
     return tuple(_try(candidate, gpu_problem)[0] for candidate in CANDIDATES)
 
 

@@ -1,5 +1,4 @@
-"""The GPU side of `doctor`: driver, torch, compiler, and which provider of the kernel loads or what to
-install for one.
+"""Driver, torch, compiler, and which provider of the kernel loads or what to install for one.
 
 Nothing is imported that is not installed, and torch only where it is: what is missing is an answer, never a
 crash.
@@ -12,31 +11,11 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
+from dataclasses import asdict, dataclass
 from typing import Any
 
-
-def installed(module: str) -> bool:
-    """Whether a module could be imported; it is not."""
-    try:
-        return find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
-
-
-def package_version(package: str) -> str | None:
-    """The installed version of a distribution, or None."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def one_line(error: BaseException) -> str:
-    """An exception as one line of at most 300 characters."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+from marlin_convert.extras import installed, package_version
+from marlin_convert.kernels.providers import CANDIDATES, one_line, probe
 
 
 @dataclass(frozen=True)
@@ -140,56 +119,21 @@ def find_compiler() -> dict[str, str | None]:
 
 def find_providers(found: Torch) -> list[dict[str, Any]]:
     """Each provider of the kernel: whether it loads, else why not and what to install."""
-    from marlin_convert.kernels.providers import CANDIDATES, probe
-
-    if (
-        found.version is not None and not found.gpus
-    ):  # the same answer without importing a torch that may be broken
-        reasons = {
-            c.name: (
-                found.problem if installed(c.package) else f"{c.package} is not installed and {found.problem}"
-            )
-            for c in CANDIDATES
-        }
-        return [
-            _provider(c.name, False, reasons[c.name], c.install, package_version(c.package.replace("_", "-")))
-            for c in CANDIDATES
-        ]
-    return [_provider(r.name, r.available, r.reason, r.install, r.version) for r in probe()]
+    return [asdict(report) for report in probe(found.problem)]
 
 
-def _provider(name: str, available: bool, reason: str, install: str, found: str | None) -> dict[str, Any]:
-    return {"name": name, "available": available, "reason": reason, "install": install, "version": found}
+def advice(found: Torch, driver: dict[str, Any]) -> str:
+    """What to install so that the kernel loads; empty where there is neither a GPU nor torch for one.
 
-
-def advice(torch_version: str | None, torch_cuda: str | None, driver_cuda: str | None, gpu: bool) -> str:
-    """What to install so that the kernel loads, for this torch and CUDA. Empty where no GPU is there at
-    all.
+    A fresh environment gets a torch that fits; which sglang goes with a torch that is there, README says.
     """
-    if not gpu and torch_cuda is None:
+    cuda = found.cuda or driver["cuda"]
+    if cuda is None:
         return ""
-    cuda = torch_cuda or driver_cuda or ""
-    major = int(cuda.split(".")[0]) if cuda else 0
-    if torch_version is not None and torch_cuda is None:
-        wanted = "'.[sglang]'" if major >= 13 else "'.[sgl-kernel]'"
-        return f"torch {torch_version} is a build without CUDA: in a fresh environment, pip install {wanted}"
-    if major == 12:
-        return "CUDA 12: pip install '.[sgl-kernel]' (torch 2.9.1 and sgl-kernel 0.3.21, compiled, 535 MB)"
+    major = int(cuda.split(".")[0])
     if major < 12:
         return "the driver is too old for the kernel's packages: CUDA 12 or newer is needed"
-    compiles = "it compiles the kernel at first use: nvcc with CUDA_HOME set, g++ with C++20, ninja"
-    number = re.match(r"(\d+)\.(\d+)", torch_version or "")
-    if number is None:
-        return f"CUDA {major}: pip install '.[sglang]'; {compiles}"
-    release = (int(number[1]), int(number[2]))
-    if release == (2, 11):
-        return f"torch {torch_version}, CUDA {major}: pip install 'sglang==0.5.17'; {compiles}"
-    if release >= (2, 13):
-        return f"torch {torch_version}, CUDA {major}: pip install 'sglang>=0.5.18,<0.6'; {compiles}"
-    return (
-        f"no sglang is known to go with torch {torch_version}: in a fresh environment, pip install"
-        f" '.[sglang]'; {compiles}"
-    )
+    return f"in a fresh environment, for {CANDIDATES[-1 if major == 12 else 0].install}"
 
 
 def run_kernel() -> str:

@@ -1,0 +1,109 @@
+"""The place to convert to: room, and which kind of writing works there, by writing."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from marlin_convert.buffers import aligned_buffer
+from marlin_convert.doctor.machine import text_of
+from marlin_convert.files import PAGE, existing, open_direct
+
+PROBE_BYTES = 16 * PAGE
+NO_DIRECT = "the file system has no direct I/O; ordinary I/O is used, which is slower for large files"
+
+
+@dataclass(frozen=True)
+class Place:
+    """`probed` is the folder that is there: `path` or the nearest above it. Reasons are empty where it
+    works.
+    """
+
+    path: str
+    exists: bool
+    probed: str
+    file_system: str | None
+    free_bytes: int | None
+    writable: bool
+    writable_reason: str
+    direct_io: bool
+    direct_io_reason: str
+
+
+def find_place(path: Path) -> Place:
+    """Writes a temporary file there and reads it back, past the page cache too where that works."""
+    folder = existing(path)
+    folder = folder if folder.is_dir() else folder.parent
+    writable, direct = _probe(folder)
+    return Place(
+        path=str(path),
+        exists=path.exists(),
+        probed=str(folder),
+        file_system=_file_system(folder),
+        free_bytes=_free(folder),
+        writable=not writable,
+        writable_reason=writable,
+        direct_io=not direct,
+        direct_io_reason=direct,
+    )
+
+
+def _free(folder: Path) -> int | None:
+    try:
+        state = os.statvfs(folder)
+    except OSError:
+        return None
+    return state.f_bavail * state.f_frsize
+
+
+def _file_system(folder: Path) -> str | None:
+    """Its type, by the longest mount point above the folder."""
+    real, best = str(folder.resolve()), ("", "")
+    for line in text_of("/proc/mounts").splitlines():
+        fields = line.split()
+        if len(fields) > 2:
+            point = fields[1].replace("\\040", " ")
+            inside = real == point or real.startswith(point.rstrip("/") + "/")
+            if inside and len(point) >= len(best[0]):
+                best = (point, fields[2])
+    return best[1] or None
+
+
+def _probe(folder: Path) -> tuple[str, str]:
+    """What is wrong with ordinary and with direct writing and reading."""
+    try:
+        descriptor, name = tempfile.mkstemp(prefix=".marlin-convert-probe-", dir=folder)
+    except OSError as error:
+        problem = f"no file can be made there ({error.strerror})"
+        return problem, problem
+    os.close(descriptor)
+    try:
+        ordinary = _round_trip(lambda: os.open(name, os.O_RDWR))
+        return ordinary, _round_trip(lambda: open_direct(Path(name), os.O_RDWR))
+    finally:
+        os.unlink(name)
+
+
+def _round_trip(open_file: Callable[[], int | None]) -> str:
+    """Aligned write, flush, aligned read, compare: what goes wrong."""
+    descriptor: int | None = None
+    try:
+        descriptor = open_file()
+        if descriptor is None:
+            return NO_DIRECT
+        written, back = aligned_buffer(PROBE_BYTES), aligned_buffer(PROBE_BYTES)
+        written[:] = [i * 31 % 251 for i in range(PROBE_BYTES)]
+        size = os.pwrite(descriptor, written.data, 0)
+        os.fsync(descriptor)
+        size = min(size, os.preadv(descriptor, [back.data], 0))
+        if size != PROBE_BYTES:
+            return f"only {size} of {PROBE_BYTES} bytes came back"
+        return "" if (written == back).all() else "what was read back is not what was written"
+    except OSError as error:
+        return f"{error.strerror} while writing and reading back"
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
