@@ -6,15 +6,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import xxhash
 
-from marlin_convert.checkpoint.header import Header
 from marlin_convert.checkpoint.quantization import rewritten
 from marlin_convert.checkpoint.source import INDEX_NAME, Source
-from marlin_convert.checkpoint.store import header_of
 from marlin_convert.checks.origins import expected_origin
 from marlin_convert.checks.report import Finding, Report
 from marlin_convert.documents.codec import read, seal_holds, typed
@@ -25,8 +22,8 @@ from marlin_convert.documents.engine_files import (
     quantization_config,
 )
 from marlin_convert.documents.manifest import Manifest, Shard
-from marlin_convert.errors import OutputError, SourceError
-from marlin_convert.files import PAGE, digest, file_digest
+from marlin_convert.errors import OutputError
+from marlin_convert.files import file_digest
 from marlin_convert.shards.format import is_filler
 from marlin_convert.shards.kept_source import ZEROS, KeptSource
 
@@ -194,95 +191,3 @@ def _check_units(manifest: Manifest, report: Report) -> None:
             )
     if manifest.complete and manifest.ranks != tuple(range(manifest.tp)):
         report.add(Finding("manifest.json", "says it is complete, but not all ranks are there"))
-
-
-def check_shard(out: Path, manifest: Manifest, shard: Shard, experts: int, report: Report) -> bool:
-    """Size, header, identity and places of one shard. True where its data may be read."""
-    path = out / shard.path
-    problems = list(_shard_problems(path, manifest, shard, experts))
-    report.add(
-        *(Finding(shard.path, problem, _layer(manifest, shard), rank=shard.rank) for problem in problems)
-    )
-    report.count(files=1)
-    return not problems
-
-
-def _shard_problems(path: Path, manifest: Manifest, shard: Shard, experts: int) -> Iterator[str]:
-    try:
-        header = header_of(path)
-    except SourceError as error:
-        yield str(error)
-        return
-    if header.size != shard.size:
-        yield f"has {header.size} bytes, the manifest says {shard.size}"
-        return
-    expected = _identity(manifest, shard, experts)
-    for key in sorted(expected.keys() | header.metadata.keys()):
-        if header.metadata.get(key) != expected.get(key):
-            yield (
-                f"its header says {key} {header.metadata.get(key)}, in this place it must be"
-                f" {expected.get(key)}: was it moved or exchanged?"
-            )
-    if [(t.name, t.dtype, t.shape, t.offset, t.size) for t in header.tensors] != [
-        (t.name, t.dtype, t.shape, t.offset, t.size) for t in shard.tensors
-    ]:
-        yield "its header lists other tensors than the manifest"
-        return
-    with path.open("rb") as file:
-        if digest(file.read(header.data_start)).hex() != shard.header:
-            yield "the bytes of its header do not match their digest"
-    joined = bytes.fromhex(shard.header + "".join(tensor.digest for tensor in shard.tensors))
-    if digest(joined).hex() != shard.digest:
-        yield "the manifest's digest of the file is not that of its parts"
-    yield from _broken_promises(header, shard)
-
-
-def _broken_promises(header: Header, shard: Shard) -> Iterator[str]:
-    """What the format promises to small loaders."""
-    if header.data_start % PAGE or header.size % PAGE:
-        yield (
-            f"data starts at {header.data_start} and the file ends at {header.size}; both must be multiples"
-            f" of {PAGE}"
-        )
-    follows = {name: view.members[i - 1] for view in shard.fused for i, name in enumerate(view.members) if i}
-    before = ""
-    for tensor in header.tensors:
-        if tensor.size >= PAGE and tensor.offset % PAGE and follows.get(tensor.name) != before:
-            yield f"{tensor.name} starts at {tensor.offset}, off a page"
-        before = tensor.name
-    by_name = {tensor.name: tensor for tensor in header.tensors}
-    for view in shard.fused:
-        members = [by_name[name] for name in view.members if name in by_name]
-        size = sum(member.size for member in members)
-        end = members[-1].offset + members[-1].size if members else 0
-        rows = sum(member.shape[0] for member in members)
-        if (
-            len(members) < 2
-            or view.offset != members[0].offset
-            or end - view.offset != size
-            or view.shape != (rows, *members[0].shape[1:])
-        ):
-            yield f"the fused view {view.name} is not what its members give"
-
-
-def _identity(manifest: Manifest, shard: Shard, experts: int) -> dict[str, str]:
-    """What the header's __metadata__ must say, from the manifest and the folder's name."""
-    unit = next(unit for unit in manifest.units if unit.name == shard.unit)
-    routed = shard.rank is not None and any(origin.rule == "experts" for origin in unit.tensors)
-    local = experts // manifest.ep
-    group = (shard.rank or 0) // (manifest.tp // manifest.ep)
-    return {
-        "format": "marlin-convert",
-        "format_version": "1",
-        "layout": manifest.layout_id,
-        "source": manifest.source_id,
-        "tp": str(manifest.tp),
-        "ep": str(manifest.ep),
-        "rank": "common" if shard.rank is None else str(shard.rank),
-        "layer": shard.unit if unit.layer is None else str(unit.layer),
-        "expert_range": f"{group * local}:{(group + 1) * local}" if routed else "0:0",
-    }
-
-
-def _layer(manifest: Manifest, shard: Shard) -> int | None:
-    return next((unit.layer for unit in manifest.units if unit.name == shard.unit), None)

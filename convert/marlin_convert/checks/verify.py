@@ -18,11 +18,11 @@ from marlin_convert.checks.experts import ExpertCheck, StoredLayer
 from marlin_convert.checks.plain import PlainCheck
 from marlin_convert.checks.published import Published
 from marlin_convert.checks.report import Finding, Report
+from marlin_convert.checks.shard_files import check_shard
 from marlin_convert.checks.structural import (
     check_coverage,
     check_documents,
     check_listed_files,
-    check_shard,
     check_small_files,
 )
 from marlin_convert.documents.manifest import Manifest, Unit, read_manifest
