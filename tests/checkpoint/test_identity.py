@@ -1,4 +1,4 @@
-"""Who a source is: its content, not its headers."""
+"""The identity of a source: its content, not its headers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from checkpoints import Checkpoint, make_layers
 from marlin_convert.checkpoint.identity import identify, stamps
@@ -78,6 +79,20 @@ def test_the_ends_of_large_files_count(tmp_path: Path) -> None:
         spoil(made.folder / header.file, at)
         assert before.difference(identity(made.folder)) == f"the content of {header.file} differs"
         spoil(made.folder / header.file, at)
+
+
+def test_the_sample_is_what_the_format_page_says(tmp_path: Path) -> None:
+    """Of files of less than 256 pages, of 256 to 511, and of more."""
+    made = make_layers(tmp_path / "layer", experts=1)
+    counts = set()
+    for header, file in zip(open_source(str(made.folder)).headers, identity(made.folder).files, strict=True):
+        data = (made.folder / file.name).read_bytes()[header.data_start :]
+        pages = [data[i : i + 4096] for i in range(0, len(data), 4096)]
+        step = max(len(pages) // 256, 1)
+        assert file.sample == xxhash.xxh3_128_hexdigest(b"".join([*pages[::step], pages[-1]]))
+        assert file.start == xxhash.xxh3_128_hexdigest(data[:16384])
+        counts.add(min(len(pages) // 256, 2))
+    assert counts == {0, 1, 2}
 
 
 def test_the_first_bytes_of_data_are_in_the_id(made: Checkpoint, folder: Path) -> None:

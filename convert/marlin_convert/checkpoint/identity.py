@@ -1,9 +1,9 @@
-"""Looking at a source to know it again: by content, since two releases of this family have identical
-headers and different weights.
+"""The identity of a source: digests of its content, since two releases of this family have identical headers
+and different weights.
 
-A folder is known by samples of its files, a repository by its commit and what the hub publishes of each file.
-Both have the digests of the header and of the first bytes of data, and the id is made of these alone: the
-same bytes give the same shards, whichever way they came.
+A folder is identified by a sample of each file, a repository by its commit and the sha256 that the hub
+publishes of each file. Both have the digests of the header and of the first bytes of data, and the id is made
+of these alone: the same bytes give the same shards, whichever way they came.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ import xxhash
 
 from marlin_convert.checkpoint.header import Header
 from marlin_convert.checkpoint.source import Source
+from marlin_convert.checkpoint.store import open_file
 from marlin_convert.documents.identity import FileIdentity, SourceIdentity
 from marlin_convert.errors import SourceError
 
-#: pages sampled of each file, evenly spread over its data
+#: a sample has at least this many pages of a file that has as many, and less than twice as many
 SAMPLES = 256
-_PAGE = 4096
+PAGE = 4096
 
 
 def identify(source: Source, threads: int = 8) -> SourceIdentity:
-    """Look at all weight files: 256 pages of each in a folder; nothing more than the headers brought in a
-    repository.
+    """Identify an opened source. Of a folder this reads a sample of each weight file; of a repository nothing
+    more than came with the headers.
     """
     with ThreadPoolExecutor(threads) as workers:
         files = tuple(workers.map(lambda header: _identify_file(source, header), source.headers))
@@ -44,22 +45,21 @@ def _identify_file(source: Source, header: Header) -> FileIdentity:
 
 
 def _sample(source: Source, header: Header) -> str:
+    """xxh3-128 of pages of 4096 bytes one after the other; the first begins where the data begins, the last may
+    be shorter. Of n pages (one if there is no data) these are every max(n // 256, 1)-th from page 0, then page
+    n - 1, even where it was among them.
+    """
+    data, pages = header.data_start, max(-(-(header.size - header.data_start) // PAGE), 1)
+    sampled = [*range(0, pages, max(pages // SAMPLES, 1)), pages - 1]
     hasher = xxhash.xxh3_128()
-    data, pages = header.data_start, max(-(-(header.size - header.data_start) // _PAGE), 1)
-    step = max(pages // SAMPLES, 1)
-    try:
-        with source.path(header.file).open("rb") as file:
-            sampled = [*range(0, pages, step), pages - 1]
-            if hasattr(
-                os, "posix_fadvise"
-            ):  # ask for all pages at once: the disk takes them in its own order
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-                for page in sampled:
-                    os.posix_fadvise(file.fileno(), data + page * _PAGE, _PAGE, os.POSIX_FADV_WILLNEED)
+    with open_file(source.path(header.file)) as descriptor:
+        if hasattr(os, "posix_fadvise"):
+            # ask for all pages at once: the disk takes them in its own order
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
             for page in sampled:
-                hasher.update(os.pread(file.fileno(), _PAGE, data + page * _PAGE))
-    except OSError as error:
-        raise SourceError(f"{header.file}: cannot be read ({error.strerror})") from error
+                os.posix_fadvise(descriptor, data + page * PAGE, PAGE, os.POSIX_FADV_WILLNEED)
+        for page in sampled:
+            hasher.update(os.pread(descriptor, PAGE, data + page * PAGE))
     return hasher.hexdigest()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from marlin_convert.checkpoint.header import Header, TensorEntry
+from marlin_convert.checkpoint.hub import open_repository
 from marlin_convert.checkpoint.hub_files import HubOptions
 from marlin_convert.checkpoint.store import RECORD, FolderStore, Store, recorded_origin
 from marlin_convert.errors import ConvertError, SourceError, UsageError
@@ -20,25 +21,14 @@ from marlin_convert.models.family import ModelConfig, parse_config
 
 INDEX_NAME = "model.safetensors.index.json"
 #: never copied beside the shards: other weights, and what version control and downloaders leave
-WEIGHT_SUFFIXES = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".gguf",
-    ".h5",
-    ".msgpack",
-    ".onnx",
-    ".incomplete",
-    ".lock",
-)
+WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".incomplete", ".lock")
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-#: headers of a repository that are fetched at a time
+#: headers of a repository that are fetched at a time; reading those of a folder is all computing
 REQUESTS = 8
-#: names that the output uses itself; the source's README moves to source/
-RESERVED = frozenset(
-    {"manifest.json", "provenance.json", "digests.bin", "config.json", INDEX_NAME, "README.md"}
-)
+#: names that the output uses itself
+RESERVED = ("manifest.json", "provenance.json", "digests.bin")
+#: what is in the output in another way, or stays behind without being mentioned
+HANDLED = (INDEX_NAME, "config.json", "README.md", RECORD)
 
 
 class SourceTensor(NamedTuple):
@@ -50,19 +40,21 @@ class SourceTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """An opened checkpoint; headers are checked, no tensor data has been read."""
+    """An opened checkpoint; headers are checked, no tensor data has been read.
+
+    `label` is the name it was opened by, `names` tells of every name beside config.json whether it is a file,
+    `notes` are for people.
+    """
 
     label: str
     store: Store
+    names: dict[str, bool]
     headers: tuple[Header, ...]
     tensors: dict[str, SourceTensor]
-    config: dict[str, Any]
     config_bytes: bytes
     index_bytes: bytes | None
-    model: ModelConfig
-    auxiliary: tuple[str, ...]
-    left_out: tuple[str, ...]
     readme: bytes | None
+    model: ModelConfig
     notes: tuple[str, ...]
 
     @property
@@ -73,6 +65,21 @@ class Source:
     def path(self, file: str) -> Path:
         """Where a file of the checkpoint can be read; one that has to be fetched is fetched now."""
         return self.store.path(file)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """config.json."""
+        return _json_object(self.config_bytes, "config.json")
+
+    @property
+    def auxiliary(self) -> tuple[str, ...]:
+        """Small files that are copied beside the shards."""
+        return auxiliary_files(self.names)[0]
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What lies beside the weights and is not copied; folders end with /."""
+        return auxiliary_files(self.names)[1]
 
     @property
     def payload_bytes(self) -> int:
@@ -107,31 +114,21 @@ def open_source(source: str, hub: HubOptions | None = None) -> Source:
         raise
     config_bytes = store.read("config.json")
     _refuse_converted(store, names)
-    config = _json_object(config_bytes, "config.json")
-    model = parse_config(config)
+    model = parse_config(_json_object(config_bytes, "config.json"))
     index_bytes = store.read(INDEX_NAME) if INDEX_NAME in names else None
     weight_map = parse_index(index_bytes) if index_bytes is not None else None
-    files = weight_files(
-        [name for name in names if name.endswith(".safetensors") and not name.startswith(".")], weight_map
-    )
-    if store.folder is None:
-        with ThreadPoolExecutor(REQUESTS) as workers:
-            headers = tuple(workers.map(store.header, files))
-    else:
-        headers = tuple(map(store.header, files))
-    auxiliary, left_out = auxiliary_files(names)
+    with ThreadPoolExecutor(REQUESTS if store.folder is None else 1) as workers:
+        headers = tuple(workers.map(store.header, weight_files(weight_names(names), weight_map)))
     return Source(
         label=source,
         store=store,
+        names=names,
         headers=headers,
         tensors=collect_tensors(headers, weight_map),
-        config=config,
         config_bytes=config_bytes,
         index_bytes=index_bytes,
-        model=model,
-        auxiliary=auxiliary,
-        left_out=left_out,
         readme=store.read("README.md") if names.get("README.md") else None,
+        model=model,
         notes=notes,
     )
 
@@ -165,8 +162,6 @@ def _store(source: str, hub: HubOptions | None) -> tuple[Store, tuple[str, ...]]
             f"{source} does not exist; give the folder that holds config.json and the .safetensors files, or"
             " a repository org/name"
         )
-    from marlin_convert.checkpoint.hub import open_repository
-
     return open_repository(source, hub or HubOptions()), ()
 
 
@@ -248,22 +243,23 @@ def collect_tensors(headers: Iterable[Header], weight_map: dict[str, str] | None
     return tensors
 
 
-def auxiliary_files(names: dict[str, bool]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def weight_names(names: Iterable[str]) -> list[str]:
+    """Those that are names of weight files."""
+    return [name for name in names if name.endswith(".safetensors") and not name.startswith(".")]
+
+
+def auxiliary_files(names: Mapping[str, bool]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Small files to copy (README.md and config.json are handled apart), and what is left out."""
-    copied, left = [], []
-    for name, is_file in names.items():
-        if name in (INDEX_NAME, "config.json", "README.md", RECORD) or name.endswith(".safetensors"):
-            continue
-        if (
-            is_file
-            and not name.startswith(".")
-            and not name.endswith(WEIGHT_SUFFIXES)
-            and name not in RESERVED
-        ):
-            copied.append(name)
-        else:
-            left.append(name + ("" if is_file else "/"))
-    return tuple(copied), tuple(left)
+    others = [name for name in names if name not in HANDLED and not name.endswith(".safetensors")]
+    copied = tuple(
+        name
+        for name in others
+        if names[name]
+        and not name.startswith(".")
+        and name not in RESERVED
+        and not name.endswith(WEIGHT_SUFFIXES)
+    )
+    return copied, tuple(name + ("" if names[name] else "/") for name in others if name not in copied)
 
 
 def _json_object(raw: bytes, name: str) -> dict[str, Any]:

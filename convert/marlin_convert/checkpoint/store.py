@@ -1,10 +1,12 @@
-"""Where a checkpoint's files are: the few questions that its reader asks, and the answer of a folder.
-`hub.py` has the other answer.
+"""Where a checkpoint's files are: what its reader asks of any such place, and the answers of a folder;
+`hub.py` has those of a repository.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -99,11 +101,8 @@ class FolderStore:
 
     def start(self, header: Header) -> bytes:
         """The first bytes of a file's data. Raises SourceError."""
-        try:
-            with self.path(header.file).open("rb") as file:
-                return os.pread(file.fileno(), START, header.data_start)
-        except OSError as error:
-            raise SourceError(f"{header.file}: cannot be read ({error.strerror})") from error
+        with open_file(self.path(header.file)) as descriptor:
+            return os.pread(descriptor, START, header.data_start)
 
     def sha256(self, name: str) -> str | None:
         """A folder publishes nothing."""
@@ -131,14 +130,18 @@ def recorded_origin(folder: Path) -> tuple[str, str] | None:
 
 
 def header_of(path: Path) -> Header:
-    """The checked header of a safetensors file on disk."""
+    """The checked header of a safetensors file on disk. Raises SourceError."""
+    with open_file(path) as descriptor:
+        size = os.fstat(descriptor).st_size
+        return read_header(path.name, size, lambda offset, length: os.pread(descriptor, length, offset))
+
+
+@contextmanager
+def open_file(path: Path) -> Iterator[int]:
+    """A descriptor to read a regular file. What fails in its context, too, is raised as SourceError."""
     try:
         refuse_special(path)
         with path.open("rb") as file:
-            return read_header(
-                path.name,
-                os.fstat(file.fileno()).st_size,
-                lambda offset, length: os.pread(file.fileno(), length, offset),
-            )
+            yield file.fileno()
     except OSError as error:
         raise SourceError(f"{path.name}: cannot be read ({error.strerror})") from error
