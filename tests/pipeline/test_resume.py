@@ -34,10 +34,14 @@ def manifest(tiny_tp2: Path) -> Manifest:
 
 
 def request_for(
-    target: Target, verify: str = "exact", overwrite: bool = False, **touched: list[int]
+    target: Target,
+    verify: str = "exact",
+    *,
+    overwrite: bool = False,
+    touched: dict[str, list[int]] | None = None,
 ) -> Request:
     files = [header.file for header in target.source.headers]
-    return Request(target, stamps(target.source, files) | touched, verify, overwrite)
+    return Request(target, stamps(target.source, files) | (touched or {}), verify, overwrite)
 
 
 def begun(target: Target, **options: Any) -> Job:
