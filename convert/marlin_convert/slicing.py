@@ -32,8 +32,8 @@ class Topology:
         """A checked topology. Raises UsageError."""
         if tp < 1 or ep < 1 or tp % ep:
             raise UsageError(
-                f"--ep {ep} does not divide --tp {tp}; tp is the number of all ranks, so tp 8 ep 8 is 8 ranks, "
-                "not 64"
+                f"--ep {ep} does not divide --tp {tp}; tp is the number of all ranks, so tp 8 ep 8 is 8"
+                " ranks, not 64"
             )
         if tp // ep > MAX_MOE_TP:
             raise UsageError(
@@ -67,9 +67,9 @@ class Topology:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a tensor is divided: into `parts` equal slices along `axis`, each on `replicas` consecutive ranks (more
-    than one where there are fewer slices than ranks, such as heads of keys and values), and from the first slice
-    again where the ranks go on. `axis` None: whole, on every rank.
+    """How a tensor is divided: into `parts` equal slices along `axis`, each on `replicas` consecutive ranks
+    (more than one where there are fewer slices than ranks, such as heads of keys and values), and from the
+    first slice again where the ranks go on. `axis` None: whole, on every rank.
     """
 
     axis: int | None = None

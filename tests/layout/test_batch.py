@@ -164,7 +164,9 @@ def uncompiled(function: Any) -> Any:
 def test_a_wrong_slice_is_named_while_packing(
     monkeypatch: pytest.MonkeyPatch, role: Role, transient: bool, index: int, projection: str
 ) -> None:
-    """A compiled table cannot be made to err, so the same source runs uncompiled with a function that does."""
+    """A compiled table cannot be made to err, so the same source runs uncompiled with a function that
+    does.
+    """
     module, name, table_name = {
         Role.WEIGHT: (qweight, "pack_qweight", "pack_qweight_parts"),
         Role.SCALE: (scales, "pack_scale_words", "pack_scale_parts"),

@@ -1,5 +1,5 @@
-"""A second layout, to prove that adding one edits nothing else: matrices as published, gate above up, one after the
-other, nothing permuted.
+"""A second layout, to prove that adding one edits nothing else: matrices as published, gate above up, one
+after the other, nothing permuted.
 """
 
 from __future__ import annotations

@@ -21,8 +21,10 @@ MEANINGS: tuple[tuple[str, type[ConvertError], str], ...] = (
     (
         "GatedRepoError",
         SourceError,
-        "{what}: {repo} is gated; accept its terms on the hub, then give the token of that account (--token or"
-        " HF_TOKEN)",
+        (
+            "{what}: {repo} is gated; accept its terms on the hub, then give the token of that account"
+            " (--token or HF_TOKEN)"
+        ),
     ),
     (
         "RevisionNotFoundError",
@@ -32,8 +34,10 @@ MEANINGS: tuple[tuple[str, type[ConvertError], str], ...] = (
     (
         "RepositoryNotFoundError",
         SourceError,
-        "{what}: the hub has no repository {repo}, or not for you: check its name, or give a token (--token or"
-        " HF_TOKEN); and there is no folder {repo} either",
+        (
+            "{what}: the hub has no repository {repo}, or not for you: check its name, or give a token"
+            " (--token or HF_TOKEN); and there is no folder {repo} either"
+        ),
     ),
     (
         "RemoteEntryNotFoundError",
@@ -43,8 +47,10 @@ MEANINGS: tuple[tuple[str, type[ConvertError], str], ...] = (
     (
         "OfflineModeIsEnabled",
         MachineError,
-        "{what}: HF_HUB_OFFLINE is set; unset it, or fetch everything before with `marlin-convert download"
-        " {repo}`",
+        (
+            "{what}: HF_HUB_OFFLINE is set; unset it, or fetch everything before with `marlin-convert"
+            " download {repo}`"
+        ),
     ),
 )
 

@@ -2,9 +2,9 @@
 with what the hub publishes.
 
 Ranges are read here because the client's readers (HfFileSystem, parse_safetensors_file_metadata) take
-whatever a server sends: they compare neither status nor Content-Range nor length with what was asked for. Each
-file is compared here when it comes; verify_repo_checksums does it for whole folders and lists the repository
-again.
+whatever a server sends: they compare neither status nor Content-Range nor length with what was asked for.
+Each file is compared here when it comes; verify_repo_checksums does it for whole folders and lists the
+repository again.
 """
 
 from __future__ import annotations
@@ -133,7 +133,9 @@ class HubFiles:
 
         # tqdm has no types of its own
         class Bar(tqdm):  # type: ignore[type-arg, misc, unused-ignore]
-            """Shows nothing and tells the bytes. Xet has two bars, of what has come and of what is written."""
+            """Shows nothing and tells the bytes. Xet has two bars, of what has come and of what is
+            written.
+            """
 
             def __init__(self, *args: Any, **kwargs: Any) -> None:
                 super().__init__(*args, **(kwargs | {"disable": True}))

@@ -45,9 +45,9 @@ def _identify_file(source: Source, header: Header) -> FileIdentity:
 
 
 def _sample(source: Source, header: Header) -> str:
-    """xxh3-128 of pages of 4096 bytes one after the other; the first begins where the data begins, the last may
-    be shorter. Of n pages (one if there is no data) these are every max(n // 256, 1)-th from page 0, then page
-    n - 1, even where it was among them.
+    """xxh3-128 of pages of 4096 bytes one after the other; the first begins where the data begins, the last
+    may be shorter. Of n pages (one if there is no data) these are every max(n // 256, 1)-th from page 0, then
+    page n - 1, even where it was among them.
     """
     data, pages = header.data_start, max(-(-(header.size - header.data_start) // PAGE), 1)
     sampled = [*range(0, pages, max(pages // SAMPLES, 1)), pages - 1]

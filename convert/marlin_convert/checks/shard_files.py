@@ -1,5 +1,5 @@
-"""What can be checked of a shard file without reading tensor data: header, identity, the places of tensors, and what
-the format promises to small loaders.
+"""What can be checked of a shard file without reading tensor data: header, identity, the places of tensors,
+and what the format promises to small loaders.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def _shard_problems(path: Path, manifest: Manifest, shard: Shard, experts: int) 
 
 
 def _read_otherwise(path: Path, header: Header) -> Iterator[str]:
-    """What the reference reader of the safetensors package makes of the file: it must open it and see the same
-    tensors, or ours is the only reader that can.
+    """What the reference reader of the safetensors package makes of the file: it must open it and see the
+    same tensors, or ours is the only reader that can.
     """
     try:
         with safe_open(path, framework="numpy") as opened:

@@ -91,7 +91,10 @@ def parallel_options(function: F) -> F:
             click.option("--ranks", type=Numbers(), help="Only these ranks."),
             click.option(
                 "--layout",
-                help="How the routed experts are stored [default: moe_wna16_marlin.u4b8, for the Marlin MoE kernel].",
+                help=(
+                    "How the routed experts are stored [default: moe_wna16_marlin.u4b8, for the Marlin MoE"
+                    " kernel]."
+                ),
             ),
         )
     ):

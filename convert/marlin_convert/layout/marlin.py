@@ -86,8 +86,8 @@ def check_shapes(source: RowView, marlin: RowView, unit: int) -> None:
     """
     if source.rows % unit or (marlin.rows, marlin.cols) != (source.cols, source.rows):
         raise ValueError(
-            f"source of {source.rows} x {source.cols} needs a Marlin side of {source.cols} x {source.rows} and rows "
-            f"in multiples of {unit}, got {marlin.rows} x {marlin.cols}"
+            f"source of {source.rows} x {source.cols} needs a Marlin side of {source.cols} x {source.rows}"
+            f" and rows in multiples of {unit}, got {marlin.rows} x {marlin.cols}"
         )
 
 

@@ -1,8 +1,8 @@
 """The Marlin MoE layout: how gate, up and down of an expert land in `w13` and `w2` of a rank.
 
-w13 has gate (w1) in the first half of its columns and up (w3) in the second. The kernel needs N % 128 == 0 and
-K % 64 == 0, so a slice of the intermediate size that is not a multiple of 64 is padded with zero words and zero
-scales, gate and up each on its own. (A zero word decodes to -8; the zero scale makes it harmless.)
+w13 has gate (w1) in the first half of its columns and up (w3) in the second. The kernel needs N % 128 == 0
+and K % 64 == 0, so a slice of the intermediate size that is not a multiple of 64 is padded with zero words
+and zero scales, gate and up each on its own. (A zero word decodes to -8; the zero scale makes it harmless.)
 
 Shapes are needed for planning, where nothing is compiled: the compiled functions are imported where they are
 called.
@@ -47,8 +47,8 @@ class MarlinU4B8:
             return f"hidden size {shape.hidden} is not a multiple of the group size {group}"
         if shape.local % group:
             return (
-                f"a slice of {shape.local} of the experts' intermediate size {shape.intermediate} at moe_tp = "
-                f"{shape.moe_tp} would cut a group of {group}"
+                f"a slice of {shape.local} of the experts' intermediate size {shape.intermediate} at moe_tp ="
+                f" {shape.moe_tp} would cut a group of {group}"
             )
         return None
 

@@ -22,7 +22,9 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 class Role(StrEnum):
-    """What a tensor of a quantized matrix holds; the value is how its name ends, in the source and in shards."""
+    """What a tensor of a quantized matrix holds; the value is how its name ends, in the source and in
+    shards.
+    """
 
     WEIGHT = "weight_packed"
     SCALE = "weight_scale"
@@ -83,8 +85,8 @@ class ExpertShape:
 
 @dataclass(frozen=True)
 class StackedTensor:
-    """One tensor of a rank's routed experts: a role of the projections that share a GEMM. `shape` is that of one
-    expert, the file has [E, *shape].
+    """One tensor of a rank's routed experts: a role of the projections that share a GEMM. `shape` is that of
+    one expert, the file has [E, *shape].
     """
 
     name: str
@@ -110,7 +112,9 @@ class ExpertSlice:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """What of a batch does not invert to its source: the number of the slice, the projection, and the place."""
+    """What of a batch does not invert to its source: the number of the slice, the projection, and the
+    place.
+    """
 
     slice: int
     projection: str
@@ -121,8 +125,8 @@ class RepackBatch(Protocol):
     """Slices on their way into the stacked tensors."""
 
     def pack(self, check: bool = False) -> Mismatch | None:
-        """Fill the stacked side. With `check`, invert each piece and compare it with its source right after, and
-        return the first slice that differs; without, and where none differs, None.
+        """Fill the stacked side. With `check`, invert each piece and compare it with its source right after,
+        and return the first slice that differs; without, and where none differs, None.
         """
 
 

@@ -144,7 +144,8 @@ def _block_differs(words: Any, source: Any, base: int, stride: int, run: int) ->
 
 @jit
 def pack_qweight(source: RowView, marlin: RowView) -> None:
-    """Fill Marlin words (uint64 pairs, [k_tiles, size_n]) from `weight_packed` rows (uint64, [size_n, k_tiles]).
+    """Fill Marlin words (uint64 pairs, [k_tiles, size_n]) from `weight_packed` rows (uint64, [size_n,
+    k_tiles]).
 
     size_n must be a multiple of 64; source and destination must not overlap.
     """

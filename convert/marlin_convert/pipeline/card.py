@@ -17,8 +17,8 @@ CARRIED = re.compile(r"(license|license_name|license_link)[ \t]*:[ \t]*(\S.*?)[ 
 
 LOADING = """## Load it
 
-Rank R of the engine maps the files of its own folder, `rank-RR-of-NN/`; nothing is cut, permuted or repacked \
-any more.
+Rank R of the engine maps the files of its own folder, `rank-RR-of-NN/`; nothing is cut, permuted or \
+repacked any more.
 
     from marlin_convert import open_shards
 
@@ -54,8 +54,8 @@ def model_card(target: Target, checks: str, files: Sequence[ListedFile]) -> byte
                 f" {_parallel(plan)} and put in the order in which the Marlin"
             ),
             (
-                f"MoE kernel reads them (`{plan.layout.id}`, {scheme.num_bits} bit, group {scheme.group_size})."
-                f" No value was changed{proof}"
+                f"MoE kernel reads them (`{plan.layout.id}`, {scheme.num_bits} bit, group"
+                f" {scheme.group_size}). No value was changed{proof}"
             ),
             "",
             LOADING,

@@ -125,9 +125,9 @@ class ExpertJob:
     def _mismatch(self, wrong: Mismatch) -> ConvertError:
         expert, rank = divmod(wrong.slice, len(self.ranks))
         return ConvertError(
-            f"{self.work.unit.name}, expert {self.experts[expert]}, {wrong.projection}, rank {self.ranks[rank]}: the"
-            f" repacked buffer does not invert to the source: {wrong.where}; nothing of this unit was kept. Faulty"
-            " memory is likely: test it, then run the same command again"
+            f"{self.work.unit.name}, expert {self.experts[expert]}, {wrong.projection}, rank"
+            f" {self.ranks[rank]}: the repacked buffer does not invert to the source: {wrong.where}; nothing"
+            " of this unit was kept. Faulty memory is likely: test it, then run the same command again"
         )
 
     def _hash_source(self, buffer: Buffer) -> None:
@@ -146,7 +146,8 @@ class ExpertJob:
         expected = self.work.target.plan.shape.matrix(tensor.projection)
         if found != expected:
             raise SourceError(
-                f"{tensor.name} in {file} says {list(found)}, but weight_packed has the shape of {list(expected)}"
+                f"{tensor.name} in {file} says {list(found)}, but weight_packed has the shape of"
+                f" {list(expected)}"
             )
 
     def _hash_outputs(self, outputs: Mapping[tuple[int, str], Output]) -> None:

@@ -215,7 +215,8 @@ def _job_to_record(state: OutState, request: Request) -> Job | None:
     _compare_options(state.out, begun.options, asked.options)
     if (difference := begun.identity.continued_by(asked.identity)) is not None:
         raise SourceError(
-            f"{state.out} was begun from another source: {difference}; use another OUT, or --overwrite to start again"
+            f"{state.out} was begun from another source: {difference}; use another OUT, or --overwrite to"
+            " start again"
         )
     touched = [name for name, stamp in asked.stamps.items() if begun.stamps.get(name) != stamp]
     if not touched:
@@ -224,8 +225,8 @@ def _job_to_record(state: OutState, request: Request) -> Job | None:
     if state.keeps_digests or not state.any_record:
         return asked
     raise SourceError(
-        f"{touched[0]} was written again after {state.out} was begun, and a sample cannot prove that all of it is the"
-        " same; use --overwrite to start again"
+        f"{touched[0]} was written again after {state.out} was begun, and a sample cannot prove that all of"
+        " it is the same; use --overwrite to start again"
     )
 
 
@@ -237,12 +238,14 @@ def _compare_finished(out: Path, manifest: Manifest, request: Request) -> None:
     elif replace(made, verify=asked.verify) == asked:
         flag = " --kernel" if asked.verify == "kernel" else ""
         raise UsageError(
-            f"{out} is finished, made with --verify {made.verify}; prove it with `marlin-convert verify {out}{flag}`"
+            f"{out} is finished, made with --verify {made.verify}; prove it with `marlin-convert verify"
+            f" {out}{flag}`"
         )
     _compare_options(out, made, asked)
     if (difference := manifest.source.identity.continued_by(request.target.identity)) is not None:
         raise SourceError(
-            f"{out} was made from another source: {difference}; use another OUT, or --overwrite to start again"
+            f"{out} was made from another source: {difference}; use another OUT, or --overwrite to start"
+            " again"
         )
 
 
@@ -252,8 +255,8 @@ def _compare_options(out: Path, theirs: JobOptions, ours: JobOptions) -> None:
         found, wanted = getattr(theirs, key), getattr(ours, key)
         if found != wanted:
             raise UsageError(
-                f"{out} was made with {key} {_short(found)}, now asked for {_short(wanted)}; use another OUT, or"
-                " --overwrite to start again"
+                f"{out} was made with {key} {_short(found)}, now asked for {_short(wanted)}; use another OUT,"
+                " or --overwrite to start again"
             )
 
 

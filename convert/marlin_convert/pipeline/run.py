@@ -165,8 +165,8 @@ class Conversion:
             """
             if stamps(source, self.request.stamps) != self.request.stamps:
                 raise SourceError(
-                    f"a weight file was changed while {done.unit.name} was being converted; fetch it again, then use"
-                    " --overwrite"
+                    f"a weight file was changed while {done.unit.name} was being converted; fetch it again,"
+                    " then use --overwrite"
                 )
             fetcher.check(done.unit.name)
             if kernel is not None:

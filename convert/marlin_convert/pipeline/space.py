@@ -39,8 +39,8 @@ def _refuse(folder: Path, size: int, source: int, hint: str) -> None:
     if free < size:
         files = f", {_bytes(source)} of it source files," if source else ""
         raise MachineError(
-            f"{folder}: {_bytes(size)}{files} are still to be written but only {_bytes(free)} are free; {hint}free some"
-            " space, then run the same command again to continue"
+            f"{folder}: {_bytes(size)}{files} are still to be written but only {_bytes(free)} are free;"
+            f" {hint}free some space, then run the same command again to continue"
         )
 
 

@@ -105,7 +105,8 @@ class TensorJob:
             if tools.check and not np.array_equal(part, wanted):
                 rank = self.tensor.cut.holders(self.work.unit.ranks)[index][0]
                 raise ConvertError(
-                    f"{self.tensor.name}, rank {rank}: a copied slice differs from the source; faulty memory is likely"
+                    f"{self.tensor.name}, rank {rank}: a copied slice differs from the source; faulty memory"
+                    " is likely"
                 )
         return part
 

@@ -107,9 +107,9 @@ class UnitWork:
             kept, file = self.recorded.get(name, (found, ""))
             if kept != found:
                 raise SourceError(
-                    f"{file}: {name} is not what {self.target.out} was made from: its xxh3-128 is {found.hex()},"
-                    f" source/digests.bin there has {kept.hex()}; fetch the file again, then run the same"
-                    " command"
+                    f"{file}: {name} is not what {self.target.out} was made from: its xxh3-128 is"
+                    f" {found.hex()}, source/digests.bin there has {kept.hex()}; fetch the file again, then"
+                    " run the same command"
                 )
 
     def discard(self) -> None:

@@ -54,8 +54,8 @@ def digests_by_tensor(headers: Sequence[Header], blob: bytes) -> dict[str, bytes
 
 
 def recorded_digests(out: Path, source: Source) -> dict[str, tuple[bytes, str]]:
-    """Digest and file of each source tensor, as OUT keeps them from when it was finished: what is made again must
-    come of the same bytes.
+    """Digest and file of each source tensor, as OUT keeps them from when it was finished: what is made again
+    must come of the same bytes.
     """
     try:
         blob = (out / DIGESTS).read_bytes()

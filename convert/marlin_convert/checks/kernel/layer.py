@@ -118,8 +118,8 @@ def originals_restored(
         for (projection, role), matrix in matrices.items():
             if digests.get(f"{files.prefix}.{expert}.{projection}.{role}") != digest(matrix):
                 what = (
-                    f"{role}, restored from all ranks, is not what the source had; `marlin-convert verify` says on"
-                    " which rank"
+                    f"{role}, restored from all ranks, is not what the source had; `marlin-convert verify`"
+                    " says on which rank"
                 )
                 report(Finding(path, what, files.layer, expert, projection))
         return {
