@@ -44,7 +44,7 @@ def _replicas(name: str, model: ModelConfig, tp: int) -> int:
     """On how many ranks in a row each slice is: more than one where there are fewer slices than ranks."""
     shared = model.family.facts.shared
     slices = next((model.text[key] for ending, key in shared.items() if name.endswith(ending)), tp)
-    return max(tp // slices, 1)
+    return int(tp // slices) if slices and tp % slices == 0 else 1
 
 
 def expert_owner(expert: int, experts: int, tp: int, ep: int) -> range:

@@ -17,6 +17,8 @@ from marlin_convert.checks.report import Finding, Report
 from marlin_convert.documents.manifest import Origin
 from marlin_convert.reads import PieceReader
 
+DAMAGED = "the stored bytes do not match their digest"
+
 
 @dataclass(frozen=True)
 class PlainCheck:
@@ -35,7 +37,9 @@ class PlainCheck:
         """
         (name,) = origin.sources
         expected = self.published.digest(name)
-        provable = origin.axis is None or len(held) == self.tp or self.published.has_files
+        slices = {item.rank // origin.replicas for item in held}
+        all_here = origin.axis is None or len(slices) == self.tp // origin.replicas
+        provable = all_here or self.published.has_files
         self.report.count(
             size=sum(item.tensor.size for item in held), proven=int(provable), unproven=int(not provable)
         )
@@ -49,50 +53,66 @@ class PlainCheck:
 
     def _check_copy(self, origin: Origin, item: StoredSlice, expected: bytes | None) -> None:
         """A tensor that is whole on a rank."""
+        found = self._digest(item)
+        if found.hex() != item.tensor.digest:
+            self._add(item, origin, DAMAGED)
+        elif expected is not None and found != expected:
+            self._add(item, origin, "differs from the source" + self.published.hint(origin.sources[0], found))
+
+    def _check_slices(self, origin: Origin, held: Sequence[StoredSlice], expected: bytes | None) -> None:
+        """A tensor that is cut: all slices side by side must be the source's. Of a slice that is on several
+        ranks the first is taken, and the others must be the same.
+        """
+        name, firsts = origin.sources[0], dict[int, StoredSlice]()
+        for item in held:
+            firsts.setdefault(item.rank // origin.replicas, item)
+        fill = partial(self.published.rows, name) if self.published.has_files else None
+        whole, hashers = xxhash.xxh3_128(), {index: xxhash.xxh3_128() for index in firsts}
+        slices = [firsts.get(index) for index in range(self.tp // origin.replicas)]
+        for chunk in stream_tensor(self.reader, slices, origin.axis, fill):
+            whole.update(chunk.whole.data)
+            for index, part in chunk.parts.items():
+                hashers[index].update(part.data)
+        found = {firsts[index].rank: hasher.digest() for index, hasher in hashers.items()}
+        found |= {item.rank: self._digest(item) for item in held if item.rank not in found}
+        damaged = [item for item in held if found[item.rank].hex() != item.tensor.digest]
+        for item in damaged:
+            self._add(item, origin, DAMAGED)
+        if damaged:
+            return
+        if expected is not None and whole.digest() != expected:
+            hint = self.published.hint(name, whole.digest())
+            culprits = [item for item in held if self._differs(origin, item)]
+            for item in culprits:
+                self._add(item, origin, "differs from the source" + hint)
+            if culprits:
+                return
+            what = f"{origin.tensor}, put together from all ranks, differs from the source{hint}"
+            self.report.add(Finding(held[0].shard.path, what, self.layer))
+        for item in held:
+            first = firsts[item.rank // origin.replicas].rank
+            if found[item.rank] != found[first]:
+                self._add(item, origin, f"differs from what rank {first} has, and must be the same slice")
+
+    def _digest(self, item: StoredSlice) -> bytes:
+        """Of the stored bytes."""
         hasher = xxhash.xxh3_128()
         for chunk in stream_tensor(self.reader, [item], None):
             hasher.update(chunk.whole.data)
-        if hasher.hexdigest() != item.tensor.digest:
-            self._add(item, origin, "the stored bytes do not match their digest")
-        elif expected is not None and hasher.digest() != expected:
-            hint = self.published.hint(origin.sources[0], hasher.digest())
-            self._add(item, origin, "differs from the source" + hint)
-
-    def _check_slices(self, origin: Origin, held: Sequence[StoredSlice], expected: bytes | None) -> None:
-        """A tensor that is cut: all slices side by side must be the source's."""
-        name, by_rank = origin.sources[0], {item.rank: item for item in held}
-        fill = partial(self.published.rows, name) if self.published.has_files else None
-        whole, stored = xxhash.xxh3_128(), {rank: xxhash.xxh3_128() for rank in by_rank}
-        slices = [by_rank.get(rank) for rank in range(self.tp)]
-        for chunk in stream_tensor(self.reader, slices, origin.axis, fill):
-            whole.update(chunk.whole.data)
-            for rank, part in chunk.parts.items():
-                stored[rank].update(part.data)
-        damaged = [item for item in held if stored[item.rank].hexdigest() != item.tensor.digest]
-        for item in damaged:
-            self._add(item, origin, "the stored bytes do not match their digest")
-        if damaged or expected is None or whole.digest() == expected:
-            return
-        hint = self.published.hint(name, whole.digest())
-        culprits = [item for item in held if self._differs(origin, item)]
-        for item in culprits:
-            self._add(item, origin, "differs from the source" + hint)
-        if not culprits:
-            what = f"{origin.tensor}, put together from all ranks, differs from the source{hint}"
-            self.report.add(Finding(held[0].shard.path, what, self.layer))
+        return hasher.digest()
 
     def _differs(self, origin: Origin, item: StoredSlice) -> bool:
         """Whether a rank's slice differs from the source's files; False where there are none."""
         if not self.published.has_files:
             return False
-        rows, width, rank = item.tensor.shape[0], item.row_bytes, item.rank
-        first = rank * rows if origin.axis == 0 else 0
+        rows, width, index = item.tensor.shape[0], item.row_bytes, item.rank // origin.replicas
+        first = index * rows if origin.axis == 0 else 0
         step = max(CHUNK // width, 1)
         for begin in range(0, rows, step):
             end = min(begin + step, rows)
             theirs = self.published.rows(origin.sources[0], first + begin, first + end)
             if origin.axis == 1:
-                theirs = theirs[:, rank * width : (rank + 1) * width]
+                theirs = theirs[:, index * width : (index + 1) * width]
             if not np.array_equal(read_rows(self.reader, item, begin, end), theirs):
                 return True
         return False

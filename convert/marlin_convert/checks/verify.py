@@ -15,6 +15,7 @@ from marlin_convert.checkpoint.identity import identify
 from marlin_convert.checkpoint.source import Source, open_source
 from marlin_convert.checks.derived import check_manifest
 from marlin_convert.checks.experts import ExpertCheck, StoredLayer
+from marlin_convert.checks.origins import expected_origin
 from marlin_convert.checks.plain import PlainCheck
 from marlin_convert.checks.published import Published
 from marlin_convert.checks.report import Finding, Report
@@ -122,6 +123,9 @@ class _Data:
         check = PlainCheck(self._reader, self._published, report, self._manifest.tp, unit.layer)
         for origin in unit.tensors:
             if origin.rule == "experts":
+                continue
+            if origin != expected_origin(origin.tensor, self._kept.model, self._manifest.tp):
+                report.count(unproven=1)  # said already; what it claims is not to be gone by
                 continue
             held = [item for item in stored if item.tensor.name == origin.tensor]
             if len(held) != shards:

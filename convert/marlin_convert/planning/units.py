@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from marlin_convert.checkpoint.source import Source
@@ -55,16 +56,33 @@ class ExpertTensor(NamedTuple):
     shape: tuple[int, ...]
 
 
+class _ExpertForm(NamedTuple):
+    """What a source tensor of every routed expert has in common; `ending` is its name under the expert's."""
+
+    ending: str
+    projection: str
+    role: Role | None
+    dtypes: tuple[str, ...]
+    shape: tuple[int, ...]
+
+
+@cache
+def _expert_forms(shape: ExpertShape) -> tuple[_ExpertForm, ...]:
+    """The source tensors of a routed expert, made once: there are 200,000 of them."""
+    forms, scheme = [], shape.scheme
+    for projection in PROJECTIONS:
+        for role in scheme.roles:
+            sizes = scheme.source_shape(role, *shape.matrix(projection))
+            forms.append(_ExpertForm(f"{projection}.{role}", projection, role, (scheme.dtype(role),), sizes))
+        forms.append(_ExpertForm(f"{projection}.weight_shape", projection, None, ("I32", "I64"), (2,)))
+    return tuple(forms)
+
+
 def expert_tensors(prefix: str, expert: int, shape: ExpertShape) -> Iterator[ExpertTensor]:
     """The source tensors of one routed expert, in the order in which they are read."""
-    for projection in PROJECTIONS:
-        out, inputs = shape.matrix(projection)
-        module = f"{prefix}.{expert}.{projection}"
-        for role in shape.scheme.roles:
-            sizes = shape.scheme.source_shape(role, out, inputs)
-            dtypes = (shape.scheme.dtype(role),)
-            yield ExpertTensor(f"{module}.{role}", expert, projection, role, dtypes, sizes)
-        yield ExpertTensor(f"{module}.weight_shape", expert, projection, None, ("I32", "I64"), (2,))
+    for form in _expert_forms(shape):
+        name = f"{prefix}.{expert}.{form.ending}"
+        yield ExpertTensor(name, expert, form.projection, form.role, form.dtypes, form.shape)
 
 
 def source_units(source: Source, tp: int) -> list[SourceUnit]:
@@ -125,7 +143,8 @@ def _cut(rule: Rule, name: str, shape: tuple[int, ...], unit: int, tp: int) -> C
     if extent % unit == 0 and rule.shared and tp % units == 0:
         return Cut(axis, units, tp // units)
     what = f"{units} heads of {unit}" if rule.unit else f"{extent} {'columns' if axis else 'rows'}"
-    raise UsageError(f"--tp {tp} does not divide {name}: {what}; choose a tp that does")
+    other = f", or a multiple of {units}" if rule.shared else ""
+    raise UsageError(f"--tp {tp} does not divide {name}: {what}; choose a tp that does{other}")
 
 
 def _check_entry(source: Source, name: str, dtypes: tuple[str, ...], shape: tuple[int, ...] | None) -> None:
@@ -141,15 +160,17 @@ def _check_entry(source: Source, name: str, dtypes: tuple[str, ...], shape: tupl
 
 def _check_experts(source: Source, prefix: str, seen: set[str]) -> None:
     model = source.model
-    shape = model.expert_shape()
-    missing = []
+    missing, forms = [], _expert_forms(model.expert_shape())
     for expert in range(model.experts):
-        for tensor in expert_tensors(prefix, expert, shape):
-            if tensor.name not in source.tensors:
-                missing.append(tensor.name)
-            else:
-                seen.add(tensor.name)
-                _check_entry(source, tensor.name, tensor.dtypes, tensor.shape)
+        for ending, _, _, dtypes, sizes in forms:
+            name = f"{prefix}.{expert}.{ending}"
+            found = source.tensors.get(name)
+            if found is None:
+                missing.append(name)
+                continue
+            seen.add(name)
+            if found.entry.shape != sizes or found.entry.dtype not in dtypes:
+                _check_entry(source, name, dtypes, sizes)
     if missing:
         many = (
             f" and {len(missing) - 1} more tensors of this layer's {model.experts} experts"
