@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from marlin_convert.buffers import aligned_buffer
 from marlin_convert.documents.manifest import Shard, StoredTensor
 from marlin_convert.layout.protocol import ELEMENT, PROJECTIONS, ExpertShape, ExpertSlice, Layout, Role
 from marlin_convert.layout.rows import RowView
-from marlin_convert.reads import Piece, PieceReader, plan_reads
+from marlin_convert.storage.buffers import aligned_buffer
+from marlin_convert.storage.reads import Piece, PieceReader, plan_reads
 
 Bytes = npt.NDArray[np.uint8]
 #: rows `begin` to `end` of a whole source tensor, [rows, bytes of a row]

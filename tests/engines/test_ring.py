@@ -18,7 +18,7 @@ from late_driver import SIZE, LateDriver
 from marlin_convert.engines import ring as ring_module
 from marlin_convert.engines.ring import PinnedRing
 from marlin_convert.errors import MachineError
-from marlin_convert.reads import OpenFile
+from marlin_convert.storage.reads import OpenFile
 
 
 class Event:

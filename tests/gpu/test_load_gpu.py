@@ -19,8 +19,8 @@ from marlin_convert.engines.ring import PinnedRing
 from marlin_convert.engines.torch_loader import PATHS, host_tensors, load_rank, load_shards
 from marlin_convert.errors import MachineError, OutputError, UsageError
 from marlin_convert.pipeline.run import convert
-from marlin_convert.reads import OpenFile
 from marlin_convert.shards.reader import open_shards
+from marlin_convert.storage.reads import OpenFile
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,8 +13,8 @@ from marlin_convert.models.family import parse_config, rules_digest
 from marlin_convert.planning.output import Options, plan_output, rank_folder
 from marlin_convert.planning.report import plan, rule_of
 from marlin_convert.planning.units import AXES
-from marlin_convert.shards.format import is_filler
 from marlin_convert.slicing import Topology
+from marlin_convert.storage.shard_file import is_filler
 
 Sparse = Callable[..., Source]
 

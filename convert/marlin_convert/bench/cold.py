@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from marlin_convert.errors import MachineError
-from marlin_convert.page_cache import can_tell, resident_pages
+from marlin_convert.storage.page_cache import can_tell, resident_pages
 
 
 def evict(paths: Iterable[Path]) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 from marlin_convert.bench.cold import evict, resident
 from marlin_convert.bench.synthetic import make_layers
 from marlin_convert.errors import MachineError
-from marlin_convert.files import file_system_of
+from marlin_convert.storage.files import file_system_of
 
 
 @dataclass(frozen=True)

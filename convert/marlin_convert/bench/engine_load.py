@@ -22,8 +22,8 @@ from marlin_convert.kernels.providers import Provider
 from marlin_convert.layout.protocol import ExpertShape, Role
 from marlin_convert.layout.scales import GROUPED
 from marlin_convert.planning.units import expert_tensors
-from marlin_convert.reads import OpenFile, Piece, Run, plan_reads
 from marlin_convert.slicing import Topology
+from marlin_convert.storage.reads import OpenFile, Piece, Run, plan_reads
 
 ROLES = (Role.WEIGHT, Role.SCALE)
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from marlin_convert.buffers import aligned_buffer
-from marlin_convert.files import digest
 from marlin_convert.layout import marlin
 from marlin_convert.layout.batch import MarlinBatch, Move
 from marlin_convert.layout.rows import RowView
+from marlin_convert.storage.buffers import aligned_buffer
+from marlin_convert.storage.files import digest
 
 #: [out, in] of the slices that one rank of eight gets, and of the whole matrices
 SHAPES = {

@@ -16,16 +16,16 @@ import torch
 
 from marlin_convert.bench.cold import evict, resident
 from marlin_convert.bench.engine_load import engine_load
-from marlin_convert.buffers import aligned_buffer
 from marlin_convert.checkpoint.source import open_source
 from marlin_convert.engines.mapped import REGISTER, flat_bytes, register, unregister
 from marlin_convert.engines.torch_loader import DIRECT_THREADS, load_rank
 from marlin_convert.errors import MachineError
-from marlin_convert.files import open_direct
 from marlin_convert.kernels.providers import load as load_provider
-from marlin_convert.page_cache import can_tell
 from marlin_convert.shards.reader import Shards, open_shards
 from marlin_convert.slicing import Topology
+from marlin_convert.storage.buffers import aligned_buffer
+from marlin_convert.storage.files import open_direct
+from marlin_convert.storage.page_cache import can_tell
 
 CHUNK = 16 << 20
 #: what each path can at most reach: the least of these, measured in the same rounds

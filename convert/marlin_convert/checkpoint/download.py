@@ -17,8 +17,8 @@ from marlin_convert.checkpoint.store import RECORD
 from marlin_convert.documents.codec import write
 from marlin_convert.documents.records import DownloadRecord
 from marlin_convert.errors import MachineError, SourceError, UsageError
-from marlin_convert.files import existing, machine_errors, write_atomic
 from marlin_convert.progress import Progress
+from marlin_convert.storage.files import existing, machine_errors, write_atomic
 
 #: files at a time, where the options do not say
 WORKERS = 8

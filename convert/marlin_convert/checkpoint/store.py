@@ -16,8 +16,8 @@ from marlin_convert.checkpoint.header import Header, read_header
 from marlin_convert.documents.codec import read
 from marlin_convert.documents.records import DownloadRecord
 from marlin_convert.errors import OutputError, SourceError
-from marlin_convert.files import refuse_special
 from marlin_convert.progress import Progress
+from marlin_convert.storage.files import refuse_special
 
 #: written by `download` beside the files: where they come from
 RECORD = ".marlin-convert-source.json"

@@ -13,8 +13,8 @@ from marlin_convert.documents.manifest import FusedTensor, Manifest, Padding, Sh
 from marlin_convert.kernels.quant_types import kernel_type
 from marlin_convert.layout import get_layout, known_layouts
 from marlin_convert.models.family import Facts, ModelConfig
-from marlin_convert.shards.format import is_filler
 from marlin_convert.shards.kept_source import KeptSource
+from marlin_convert.storage.shard_file import is_filler
 
 
 def check_manifest(manifest: Manifest, kept: KeptSource, report: Report) -> set[str]:

@@ -13,9 +13,9 @@ from marlin_convert.assemble import Bytes, Matrices, StoredSlice, assemble_exper
 from marlin_convert.checks.origins import expert_owner
 from marlin_convert.checks.published import Published
 from marlin_convert.checks.report import Finding, Report
-from marlin_convert.files import digest
 from marlin_convert.layout.protocol import PROJECTIONS, ExpertShape, Layout, Role
-from marlin_convert.reads import PieceReader
+from marlin_convert.storage.files import digest
+from marlin_convert.storage.reads import PieceReader
 
 #: a rank and a stacked tensor
 Key = tuple[int, str]

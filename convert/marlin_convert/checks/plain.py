@@ -15,7 +15,7 @@ from marlin_convert.assemble import CHUNK, StoredSlice, read_rows, stream_tensor
 from marlin_convert.checks.published import Published
 from marlin_convert.checks.report import Finding, Report
 from marlin_convert.documents.manifest import Origin
-from marlin_convert.reads import PieceReader
+from marlin_convert.storage.reads import PieceReader
 
 DAMAGED = "the stored bytes do not match their digest"
 

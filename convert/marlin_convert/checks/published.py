@@ -13,8 +13,8 @@ import xxhash
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.checks.report import SOURCE_DAMAGED, Finding, Report
 from marlin_convert.errors import SourceError
-from marlin_convert.files import digest
 from marlin_convert.shards.kept_source import ZEROS, KeptSource
+from marlin_convert.storage.files import digest
 
 Bytes = npt.NDArray[np.uint8]
 

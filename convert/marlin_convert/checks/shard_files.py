@@ -14,7 +14,7 @@ from marlin_convert.checkpoint.store import header_of
 from marlin_convert.checks.report import Finding, Report
 from marlin_convert.documents.manifest import Manifest, Shard
 from marlin_convert.errors import SourceError
-from marlin_convert.files import PAGE, digest
+from marlin_convert.storage.files import PAGE, digest
 
 
 def check_shard(out: Path, manifest: Manifest, shard: Shard, experts: int, report: Report) -> bool:

@@ -23,9 +23,9 @@ from marlin_convert.documents.engine_files import (
 )
 from marlin_convert.documents.manifest import Manifest, Shard
 from marlin_convert.errors import OutputError
-from marlin_convert.files import file_digest
-from marlin_convert.shards.format import is_filler
 from marlin_convert.shards.kept_source import ZEROS, KeptSource
+from marlin_convert.storage.files import file_digest
+from marlin_convert.storage.shard_file import is_filler
 
 UNLISTED = frozenset({"manifest.json", "provenance.json"})
 

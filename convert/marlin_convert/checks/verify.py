@@ -28,11 +28,11 @@ from marlin_convert.checks.structural import (
 )
 from marlin_convert.documents.manifest import Manifest, Unit, read_manifest
 from marlin_convert.errors import OutputError, SourceError, UsageError
-from marlin_convert.files import digest, machine_errors
 from marlin_convert.layout import get_layout, known_layouts
-from marlin_convert.reads import PieceReader
-from marlin_convert.shards.format import is_filler
 from marlin_convert.shards.kept_source import KeptSource, read_kept_source, sound_bytes
+from marlin_convert.storage.files import digest, machine_errors
+from marlin_convert.storage.reads import PieceReader
+from marlin_convert.storage.shard_file import is_filler
 
 Progress = Callable[[int, int], None]
 REMAKE = "to mend it make it again: convert with --overwrite"

@@ -36,7 +36,7 @@ def command(
     """
     from marlin_convert.checkpoint.hub_files import HubOptions
     from marlin_convert.planning.report import plan, rule_of
-    from marlin_convert.shards.format import is_filler
+    from marlin_convert.storage.shard_file import is_filler
 
     hub = HubOptions(revision, token, cache_dir)
     report = plan(source, out, tp=tp, ep=ep, layers=layers, ranks=ranks, layout=layout, hub=hub)

@@ -12,7 +12,7 @@ import click
 
 from marlin_convert.cli import output
 from marlin_convert.cli.options import Numbers, gigabytes, json_option
-from marlin_convert.files import machine_errors
+from marlin_convert.storage.files import machine_errors
 
 if TYPE_CHECKING:
     from marlin_convert.checks.kernel.results import KernelReport

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from marlin_convert.buffers import aligned_buffer
 from marlin_convert.doctor.machine import text_of
-from marlin_convert.files import PAGE, existing, open_direct
+from marlin_convert.storage.buffers import aligned_buffer
+from marlin_convert.storage.files import PAGE, existing, open_direct
 
 PROBE_BYTES = 16 * PAGE
 NO_DIRECT = "the file system has no direct I/O; ordinary I/O is used, which is slower for large files"

@@ -11,7 +11,7 @@ import msgspec
 
 from marlin_convert.documents.fields import Digest, about
 from marlin_convert.errors import OutputError
-from marlin_convert.files import digest
+from marlin_convert.storage.files import digest
 
 #: stands in a sealed document's place of the digest while the digest is taken
 NO_DIGEST = "0" * 32

@@ -7,7 +7,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from marlin_convert.documents.fields import Positive, Text, about
-from marlin_convert.shards.format import FORMAT, FORMAT_VERSION
+from marlin_convert.storage.shard_file import FORMAT, FORMAT_VERSION
 
 
 class QuantizationConfig(Struct, frozen=True):

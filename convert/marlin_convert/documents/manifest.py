@@ -23,7 +23,7 @@ from marlin_convert.documents.fields import (
 )
 from marlin_convert.documents.identity import FileIdentity, SourceIdentity
 from marlin_convert.errors import OutputError, UsageError
-from marlin_convert.shards.format import FORMAT, FORMAT_VERSION
+from marlin_convert.storage.shard_file import FORMAT, FORMAT_VERSION
 
 
 class StoredLayout(Struct, frozen=True, omit_defaults=True):

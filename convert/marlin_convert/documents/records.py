@@ -20,7 +20,7 @@ from marlin_convert.documents.fields import (
 )
 from marlin_convert.documents.identity import SourceIdentity
 from marlin_convert.errors import OutputError
-from marlin_convert.files import digest
+from marlin_convert.storage.files import digest
 
 
 class JobOptions(Struct, frozen=True):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from marlin_convert.engines.copy_loop import Words, functions, read_and_copy
 from marlin_convert.errors import MachineError
-from marlin_convert.reads import OpenFile
+from marlin_convert.storage.reads import OpenFile
 
 #: bytes of a buffer for reads from the page cache and for reads from the disk, as measured fastest on an H200
 #: machine. Of the former all together fit its third cache

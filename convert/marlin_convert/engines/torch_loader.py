@@ -22,11 +22,11 @@ import numpy as np
 from marlin_convert.documents.manifest import FusedTensor, Shard, StoredTensor
 from marlin_convert.errors import MachineError, UsageError
 from marlin_convert.extras import require
-from marlin_convert.files import PAGE
-from marlin_convert.page_cache import can_tell, resident_pages
-from marlin_convert.reads import OpenFile
-from marlin_convert.shards.format import is_filler
 from marlin_convert.shards.reader import Shards, open_shards
+from marlin_convert.storage.files import PAGE
+from marlin_convert.storage.page_cache import can_tell, resident_pages
+from marlin_convert.storage.reads import OpenFile
+from marlin_convert.storage.shard_file import is_filler
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype

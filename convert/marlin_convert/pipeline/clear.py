@@ -9,9 +9,9 @@ from pathlib import Path
 from marlin_convert.checkpoint.source import INDEX_NAME
 from marlin_convert.documents.manifest import read_manifest
 from marlin_convert.errors import OutputError, UsageError
-from marlin_convert.files import sync_folder
 from marlin_convert.pipeline.records import WORK
-from marlin_convert.shards.writer import PARTIAL
+from marlin_convert.storage.files import sync_folder
+from marlin_convert.storage.writer import PARTIAL
 
 #: what every conversion writes at the top, beside the small files it copies
 OWN = ("manifest.json", "provenance.json", "digests.bin", "config.json", "README.md")

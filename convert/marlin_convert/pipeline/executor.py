@@ -9,11 +9,11 @@ from threading import Event, Lock, Thread
 
 from marlin_convert.documents.records import FinishedUnit
 from marlin_convert.errors import ConvertError, MachineError
-from marlin_convert.files import machine_error
 from marlin_convert.pipeline.expert_job import ExpertJob
 from marlin_convert.pipeline.stages import Tools
 from marlin_convert.pipeline.tensor_job import TensorJob
 from marlin_convert.pipeline.unit_work import UnitWork
+from marlin_convert.storage.files import machine_error
 
 Job = ExpertJob | TensorJob
 

@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from marlin_convert.buffers import Buffer
 from marlin_convert.errors import ConvertError, SourceError
-from marlin_convert.files import PAGE, digest
 from marlin_convert.layout.protocol import ELEMENT, ExpertSlice, Mismatch, Role
 from marlin_convert.layout.rows import RowView
 from marlin_convert.pipeline.stages import Tools
 from marlin_convert.pipeline.unit_work import UnitWork
 from marlin_convert.planning.output import Stack
 from marlin_convert.planning.units import ExpertTensor, expert_tensors
-from marlin_convert.reads import Piece, ReadPlan, plan_reads
+from marlin_convert.storage.buffers import Buffer
+from marlin_convert.storage.files import PAGE, digest
+from marlin_convert.storage.reads import Piece, ReadPlan, plan_reads
 
 #: the memory of a batch in each role's elements
 Memory = Mapping[Role, npt.NDArray[Any]]

@@ -23,13 +23,13 @@ from marlin_convert.documents.engine_files import quantization_config
 from marlin_convert.documents.manifest import ListedFile
 from marlin_convert.documents.provenance import Provenance, Stage
 from marlin_convert.documents.records import FinishedUnit
-from marlin_convert.files import digest, machine_errors, write_atomic, write_durably
 from marlin_convert.pipeline.card import model_card
 from marlin_convert.pipeline.manifest import build_manifest, digest_file, rank_index, source_digests
 from marlin_convert.pipeline.stages import Stages
 from marlin_convert.pipeline.target import Target
 from marlin_convert.planning.output import OutputPlan, rank_folder
-from marlin_convert.shards.format import FORMAT, FORMAT_VERSION
+from marlin_convert.storage.files import digest, machine_errors, write_atomic, write_durably
+from marlin_convert.storage.shard_file import FORMAT, FORMAT_VERSION
 
 #: small files of the source that are read at a time
 AT_A_TIME = 8

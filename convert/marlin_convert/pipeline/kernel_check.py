@@ -15,7 +15,7 @@ from marlin_convert.errors import OutputError, UsageError
 from marlin_convert.extras import installed
 from marlin_convert.pipeline.target import Target
 from marlin_convert.planning.output import OutputUnit
-from marlin_convert.reads import read_bytes
+from marlin_convert.storage.reads import read_bytes
 
 Check = Callable[[OutputUnit], None]
 

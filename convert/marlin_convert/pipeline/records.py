@@ -12,9 +12,9 @@ from pathlib import Path
 from marlin_convert.documents.codec import read, write
 from marlin_convert.documents.records import FinishedUnit, Job, read_record, write_record
 from marlin_convert.errors import MachineError, OutputError
-from marlin_convert.files import digest, machine_error, sync_folder, write_atomic
 from marlin_convert.planning.output import OutputPlan, OutputUnit
-from marlin_convert.shards.writer import PARTIAL
+from marlin_convert.storage.files import digest, machine_error, sync_folder, write_atomic
+from marlin_convert.storage.writer import PARTIAL
 
 WORK = ".work"
 

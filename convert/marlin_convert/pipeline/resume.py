@@ -21,8 +21,8 @@ from marlin_convert.errors import ConvertError, SourceError, UsageError
 from marlin_convert.pipeline.records import WORK, WorkFolder
 from marlin_convert.pipeline.target import Target
 from marlin_convert.planning.output import OutputPlan
-from marlin_convert.shards.format import FORMAT_VERSION
 from marlin_convert.shards.kept_source import DIGESTS
+from marlin_convert.storage.shard_file import FORMAT_VERSION
 
 #: what is proven while converting, each more than the one before
 CHECKS = ("none", "exact", "kernel")

@@ -10,13 +10,11 @@ from importlib import import_module
 from pathlib import Path
 from threading import Lock, Thread
 
-from marlin_convert.buffers import BufferPool
 from marlin_convert.checkpoint.hub_files import HubOptions
 from marlin_convert.checkpoint.identity import identify, stamps
 from marlin_convert.checkpoint.source import Source, open_source
 from marlin_convert.documents.records import FinishedUnit
 from marlin_convert.errors import SourceError, UsageError
-from marlin_convert.files import machine_errors
 from marlin_convert.pipeline.budget import Budget, choose_budget
 from marlin_convert.pipeline.clear import clear_output
 from marlin_convert.pipeline.executor import Executor, Job
@@ -35,8 +33,10 @@ from marlin_convert.planning.needs import needs
 from marlin_convert.planning.output import Options, OutputUnit, plan_output
 from marlin_convert.planning.units import expert_tensors
 from marlin_convert.progress import Progress
-from marlin_convert.reads import PieceReader
 from marlin_convert.shards.kept_source import recorded_digests
+from marlin_convert.storage.buffers import BufferPool
+from marlin_convert.storage.files import machine_errors
+from marlin_convert.storage.reads import PieceReader
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
 
-from marlin_convert.buffers import BufferPool
 from marlin_convert.checkpoint.fetcher import Fetcher
-from marlin_convert.reads import PieceReader
+from marlin_convert.storage.buffers import BufferPool
+from marlin_convert.storage.reads import PieceReader
 
 #: `repack` includes the exact check, where it is on: what was made is inverted and compared piece by piece,
 #: while it is in the cache

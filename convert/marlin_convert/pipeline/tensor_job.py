@@ -13,12 +13,12 @@ import numpy.typing as npt
 import xxhash
 
 from marlin_convert.errors import ConvertError
-from marlin_convert.files import PAGE
 from marlin_convert.pipeline.stages import Tools
 from marlin_convert.pipeline.unit_work import UnitWork
 from marlin_convert.planning.units import PlainTensor
-from marlin_convert.reads import Piece, plan_reads
 from marlin_convert.slicing import Rank, span
+from marlin_convert.storage.files import PAGE
+from marlin_convert.storage.reads import Piece, plan_reads
 
 Bytes = npt.NDArray[np.uint8]
 

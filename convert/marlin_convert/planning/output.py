@@ -11,7 +11,8 @@ from marlin_convert.layout import DEFAULT_LAYOUT, get_layout
 from marlin_convert.layout.protocol import ExpertShape, Layout, StackedTensor
 from marlin_convert.models.family import rules_digest
 from marlin_convert.planning.units import SourceUnit, source_units
-from marlin_convert.shards.format import (
+from marlin_convert.slicing import Topology
+from marlin_convert.storage.shard_file import (
     FileLayout,
     Placed,
     TensorSpec,
@@ -20,7 +21,6 @@ from marlin_convert.shards.format import (
     lay_out,
     metadata_of,
 )
-from marlin_convert.slicing import Topology
 
 #: the length of a real source id; plans made before the source is sampled stand in this
 NO_ID = "0" * 32

@@ -12,10 +12,10 @@ from typing import Any
 from marlin_convert.checkpoint.fetcher import fetch_order, most_at_once
 from marlin_convert.checkpoint.hub_files import HubOptions
 from marlin_convert.checkpoint.source import Source, open_source
-from marlin_convert.files import existing
 from marlin_convert.planning.needs import needs
 from marlin_convert.planning.output import Options, OutputPlan, OutputUnit, plan_output
-from marlin_convert.shards.format import is_filler
+from marlin_convert.storage.files import existing
+from marlin_convert.storage.shard_file import is_filler
 
 
 @dataclass(frozen=True)

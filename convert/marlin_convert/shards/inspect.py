@@ -11,8 +11,8 @@ import numpy.typing as npt
 from marlin_convert.checkpoint.store import header_of
 from marlin_convert.documents.manifest import read_manifest
 from marlin_convert.errors import UsageError
-from marlin_convert.shards.format import is_filler
 from marlin_convert.shards.reader import NUMPY, open_shards
+from marlin_convert.storage.shard_file import is_filler
 
 
 def describe_folder(out: Path) -> dict[str, Any]:

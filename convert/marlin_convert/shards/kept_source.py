@@ -16,8 +16,8 @@ from marlin_convert.checkpoint.header import Header, TensorEntry, parse_header
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.documents.manifest import Manifest
 from marlin_convert.errors import ConvertError, OutputError
-from marlin_convert.files import digest
 from marlin_convert.models.family import ModelConfig, parse_config
+from marlin_convert.storage.files import digest
 
 ZEROS = bytes(16)
 #: the digests of the source's tensors, in OUT

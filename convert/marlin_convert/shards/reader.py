@@ -15,10 +15,10 @@ import numpy.typing as npt
 from marlin_convert.checkpoint.header import parse_header
 from marlin_convert.documents.manifest import FusedTensor, Manifest, Shard, StoredTensor, read_manifest
 from marlin_convert.errors import OutputError, UsageError
-from marlin_convert.files import refuse_special
-from marlin_convert.reads import read_bytes
-from marlin_convert.shards.format import is_filler
 from marlin_convert.slicing import Topology
+from marlin_convert.storage.files import refuse_special
+from marlin_convert.storage.reads import read_bytes
+from marlin_convert.storage.shard_file import is_filler
 
 Array = npt.NDArray[np.generic]
 

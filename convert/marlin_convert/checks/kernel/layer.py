@@ -13,9 +13,9 @@ import numpy.typing as npt
 from marlin_convert.assemble import assemble_expert, read_pieces
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.checks.report import Finding
-from marlin_convert.files import digest
 from marlin_convert.layout.protocol import PROJECTIONS, ExpertShape, Layout, Role
-from marlin_convert.reads import Piece, PieceReader
+from marlin_convert.storage.files import digest
+from marlin_convert.storage.reads import Piece, PieceReader
 
 Bytes = npt.NDArray[np.uint8]
 #: (packed int32 [N, K/8], scale uint16 [N, K/g]) per projection

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import marlin_convert.reads
-from marlin_convert.buffers import aligned_buffer
 from marlin_convert.errors import MachineError, SourceError
-from marlin_convert.reads import MAX_GAP, Piece, PieceReader, plan_reads
+from marlin_convert.storage import reads
+from marlin_convert.storage.buffers import aligned_buffer
+from marlin_convert.storage.reads import MAX_GAP, Piece, PieceReader, plan_reads
 
 PAGE = 4096
 
@@ -74,7 +74,7 @@ def test_neighbours_are_joined_and_others_are_not(wanted: list[Piece]) -> None:
 
 
 def test_no_pieces() -> None:
-    assert plan_reads([]) == marlin_convert.reads.ReadPlan((), (), 0)
+    assert plan_reads([]) == reads.ReadPlan((), (), 0)
 
 
 @pytest.fixture
@@ -169,7 +169,9 @@ def test_direct_reads_that_do_not_work_are_done_the_ordinary_way(
     whole, refused = os.preadv, []
     opened: dict[Path, int] = {}
     monkeypatch.setattr(
-        marlin_convert.reads, "open_direct", lambda path, flags: opened.setdefault(path, os.open(path, flags))
+        reads,
+        "open_direct",
+        lambda path, flags: opened.setdefault(path, os.open(path, flags)),
     )
 
     def preadv(descriptor: int, buffers: Any, offset: int) -> int:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from marlin_convert.files import PAGE
-from marlin_convert.page_cache import resident_pages
+from marlin_convert.storage.files import PAGE
+from marlin_convert.storage.page_cache import resident_pages
 
 
 def test_what_was_evicted_and_what_was_read(tmp_path: Path) -> None:

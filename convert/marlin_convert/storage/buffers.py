@@ -12,7 +12,7 @@ from threading import Condition
 import numpy as np
 import numpy.typing as npt
 
-from marlin_convert.files import PAGE
+from marlin_convert.storage.files import PAGE
 
 Buffer = npt.NDArray[np.uint8]
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from marlin_convert.errors import SourceError
-from marlin_convert.files import PAGE, drop_cache, machine_error, open_direct
+from marlin_convert.storage.files import PAGE, drop_cache, machine_error, open_direct
 
 #: a gap up to this is read through rather than skipped: one request costs more
 MAX_GAP = 128 << 10

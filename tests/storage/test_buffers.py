@@ -8,7 +8,7 @@ from threading import Barrier, Event, Lock, Thread
 import numpy as np
 import pytest
 
-from marlin_convert.buffers import BufferPool, aligned_buffer
+from marlin_convert.storage.buffers import BufferPool, aligned_buffer
 
 PAGE = 4096
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from marlin_convert.files import (
+from marlin_convert.storage.files import (
     PAGE,
     drop_cache,
     file_system_of,

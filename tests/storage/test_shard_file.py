@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors import deserialize
 
 from marlin_convert.checkpoint.header import DTYPE_SIZE, parse_header
-from marlin_convert.shards.format import (
+from marlin_convert.storage.shard_file import (
     FileLayout,
     TensorSpec,
     data_start,
