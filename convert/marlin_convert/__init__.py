@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from marlin_convert.checkpoint.download import download
     from marlin_convert.checkpoint.hub_files import HubOptions
-    from marlin_convert.checks.kernel.run import verify_kernel
+    from marlin_convert.checks.kernel.verify_kernel import verify_kernel
     from marlin_convert.checks.verify import verify
     from marlin_convert.engines.torch_loader import load_rank
     from marlin_convert.errors import ConvertError, MachineError, OutputError, SourceError, UsageError
@@ -55,7 +55,7 @@ _HOMES = {
     "open_shards": "marlin_convert.shards.reader",
     "plan": "marlin_convert.planning.report",
     "verify": "marlin_convert.checks.verify",
-    "verify_kernel": "marlin_convert.checks.kernel.run",
+    "verify_kernel": "marlin_convert.checks.kernel.verify_kernel",
 }
 
 

@@ -12,7 +12,7 @@ import torch
 
 from checkpoints import make_small
 from marlin_convert.bench.kernel import bench_kernel
-from marlin_convert.bench.layer import load_layer
+from marlin_convert.bench.loaded_layer import load_layer
 from marlin_convert.bench.stats import Summary, summarize
 from marlin_convert.errors import UsageError
 from marlin_convert.pipeline.run import convert

@@ -10,7 +10,7 @@ import pytest
 import xxhash
 
 from checkpoints import Checkpoint, make_layers
-from marlin_convert.checkpoint.identity import identify, stamps
+from marlin_convert.checkpoint.identify import identify, stamps
 from marlin_convert.checkpoint.source import open_source
 from marlin_convert.documents.codec import read, write
 from marlin_convert.documents.identity import SourceIdentity

@@ -116,7 +116,7 @@ def doctor() -> dict[str, Any]:
 def compile_all(place: Path) -> dict[str, Any]:
     """Compile the layout and check functions on a small checkpoint, so that no figure below has it in."""
     from checkpoints import make_small
-    from marlin_convert.checks.kernel.run import verify_kernel
+    from marlin_convert.checks.kernel.verify_kernel import verify_kernel
     from marlin_convert.pipeline.run import convert
 
     small = make_small(place / "small", layers=2, experts=4)
@@ -166,7 +166,7 @@ def kernel(out: Path, source: Path) -> dict[str, Any]:
     """
     import torch
 
-    from marlin_convert.checks.kernel.run import verify_kernel
+    from marlin_convert.checks.kernel.verify_kernel import verify_kernel
 
     torch.cuda.reset_peak_memory_stats()
     begin = time.monotonic()
@@ -200,7 +200,7 @@ def kernel(out: Path, source: Path) -> dict[str, Any]:
 
 def wrong_scale(out: Path, source: Path, rank: int, expert: int, matrix: str) -> dict[str, Any]:
     """One last bit of one scale of one expert of 384, checked with a few experts around it."""
-    from marlin_convert.checks.kernel.run import verify_kernel
+    from marlin_convert.checks.kernel.verify_kernel import verify_kernel
     from mistakes import plant
 
     planted = plant(out, "one last bit of one scale", LAYER, rank, expert, matrix)
@@ -214,7 +214,7 @@ def wrong_scale(out: Path, source: Path, rank: int, expert: int, matrix: str) ->
 
 def still_wrong(out: Path, source: Path, rank: int, expert: int) -> dict[str, Any]:
     """The same bit, found among all 384 experts of that rank."""
-    from marlin_convert.checks.kernel.run import verify_kernel
+    from marlin_convert.checks.kernel.verify_kernel import verify_kernel
 
     report = verify_kernel(out, str(source), ranks=[rank], tokens=())
     places = [(finding.layer, finding.rank, finding.expert) for finding in report.findings]

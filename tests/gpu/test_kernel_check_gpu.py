@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from checkpoints import Checkpoint, make_layers, make_small
-from marlin_convert.checks.kernel.run import verify_kernel
+from marlin_convert.checks.kernel.verify_kernel import verify_kernel
 from marlin_convert.kernels.providers import probe
 from marlin_convert.pipeline.run import convert
 from mistakes import mistakes, plant

@@ -272,7 +272,7 @@ def test_records_hold_what_the_manifest_merges(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The record of a unit, before it goes: digests that are those of the files."""
-    from marlin_convert.pipeline.records import WorkFolder
+    from marlin_convert.pipeline.work_folder import WorkFolder
 
     kept = tmp_path / "kept"
     monkeypatch.setattr(WorkFolder, "remove", lambda self: shutil.move(self.folder, kept))

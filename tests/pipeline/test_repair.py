@@ -14,8 +14,8 @@ import pytest
 
 from checkpoints import Checkpoint, make_small
 from marlin_convert import convert, verify
-from marlin_convert.checkpoint import identity
-from marlin_convert.checkpoint.identity import identify
+from marlin_convert.checkpoint import identify as module
+from marlin_convert.checkpoint.identify import identify
 from marlin_convert.checkpoint.source import open_source
 from marlin_convert.errors import OutputError, SourceError, UsageError
 
@@ -24,7 +24,7 @@ from marlin_convert.errors import OutputError, SourceError, UsageError
 def _small_samples() -> Iterator[None]:
     """These files are so small that else all of them is sampled."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(identity, "SAMPLES", 2)
+        patch.setattr(module, "SAMPLES", 2)
         yield
 
 

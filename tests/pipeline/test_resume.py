@@ -10,14 +10,14 @@ import pytest
 from msgspec.structs import replace
 
 from checkpoints import Checkpoint
-from marlin_convert.checkpoint.identity import identify, stamps
+from marlin_convert.checkpoint.identify import identify, stamps
 from marlin_convert.checkpoint.source import open_source
 from marlin_convert.documents.manifest import Manifest, read_manifest
 from marlin_convert.documents.records import Job
 from marlin_convert.errors import OutputError, SourceError, UsageError
-from marlin_convert.pipeline.records import WorkFolder
 from marlin_convert.pipeline.resume import Action, Decision, OutState, Request, decide, observe
 from marlin_convert.pipeline.target import Target
+from marlin_convert.pipeline.work_folder import WorkFolder
 from marlin_convert.planning.output import Options, plan_output
 
 

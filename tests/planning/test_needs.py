@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from checkpoints import Checkpoint, make_small
 from marlin_convert.checkpoint.fetcher import fetch_order, most_at_once
-from marlin_convert.checkpoint.identity import identify
+from marlin_convert.checkpoint.identify import identify
 from marlin_convert.checkpoint.source import open_source
 from marlin_convert.pipeline.expert_job import expert_jobs
 from marlin_convert.pipeline.target import Target

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marlin_convert.bench.layer import LoadedLayer, load_layer
+from marlin_convert.bench.loaded_layer import LoadedLayer, load_layer
 from marlin_convert.bench.timing import Timer
 from marlin_convert.errors import MachineError
 from marlin_convert.extras import package_version

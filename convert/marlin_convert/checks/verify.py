@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from marlin_convert.assemble import StoredSlice, read_rows
-from marlin_convert.checkpoint.identity import identify
+from marlin_convert.checkpoint.identify import identify
 from marlin_convert.checkpoint.source import Source, open_source
 from marlin_convert.checks.derived import check_manifest
 from marlin_convert.checks.experts import ExpertCheck, StoredLayer

@@ -153,7 +153,7 @@ def _summary(found: Report, source: str | None) -> str:
 
 
 def _kernel(out: str, source: str | None, folder: Path | None, as_json: bool, scope: dict[str, Any]) -> bool:
-    from marlin_convert.checks.kernel.run import verify_kernel
+    from marlin_convert.checks.kernel.verify_kernel import verify_kernel
 
     scope["tokens"] = tuple(count for count in scope["tokens"] if count)
     with output.progress_bar("running the kernel", "layer") as progress:

@@ -9,7 +9,7 @@ from pathlib import Path
 from marlin_convert.checkpoint.source import INDEX_NAME
 from marlin_convert.documents.manifest import read_manifest
 from marlin_convert.errors import OutputError, UsageError
-from marlin_convert.pipeline.records import WORK
+from marlin_convert.pipeline.work_folder import WORK
 from marlin_convert.storage.files import sync_folder
 from marlin_convert.storage.writer import PARTIAL
 

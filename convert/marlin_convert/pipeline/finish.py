@@ -23,8 +23,8 @@ from marlin_convert.documents.engine_files import quantization_config
 from marlin_convert.documents.manifest import ListedFile
 from marlin_convert.documents.provenance import Provenance, Stage
 from marlin_convert.documents.records import FinishedUnit
+from marlin_convert.pipeline.build_manifest import build_manifest, digest_file, rank_index, source_digests
 from marlin_convert.pipeline.card import model_card
-from marlin_convert.pipeline.manifest import build_manifest, digest_file, rank_index, source_digests
 from marlin_convert.pipeline.stages import Stages
 from marlin_convert.pipeline.target import Target
 from marlin_convert.planning.output import OutputPlan, rank_folder

@@ -28,10 +28,10 @@ def kernel_check(target: Target, device: str = "cuda") -> Check:
     """
     if not installed("torch"):
         raise UsageError("--verify kernel needs torch: pip install '.[torch]', or use --verify exact")
-    from marlin_convert.checks.kernel.layer import LayerFiles, originals_from_source
+    from marlin_convert.checks.kernel.layer_files import LayerFiles, originals_from_source
     from marlin_convert.checks.kernel.results import KernelReport
-    from marlin_convert.checks.kernel.run import TOKENS, check_layer
     from marlin_convert.checks.kernel.scope import Scope
+    from marlin_convert.checks.kernel.verify_kernel import TOKENS, check_layer
     from marlin_convert.kernels.providers import load_for
     from marlin_convert.kernels.quant_types import need_kernel_type
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from marlin_convert.documents.manifest import Shard, Unit, read_manifest
 from marlin_convert.documents.records import ExpertDigests, FinishedFile, FinishedUnit
 from marlin_convert.errors import OutputError
-from marlin_convert.pipeline.records import WorkFolder
 from marlin_convert.pipeline.resume import missing_files
 from marlin_convert.pipeline.target import Target
+from marlin_convert.pipeline.work_folder import WorkFolder
 from marlin_convert.shards.kept_source import ZEROS, read_kept_source, sound_bytes
 from marlin_convert.storage.files import sync_folder
 

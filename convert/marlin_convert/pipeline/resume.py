@@ -18,8 +18,8 @@ from marlin_convert.checkpoint.source import Source
 from marlin_convert.documents.manifest import Manifest, read_manifest
 from marlin_convert.documents.records import Job, JobOptions
 from marlin_convert.errors import ConvertError, SourceError, UsageError
-from marlin_convert.pipeline.records import WORK, WorkFolder
 from marlin_convert.pipeline.target import Target
+from marlin_convert.pipeline.work_folder import WORK, WorkFolder
 from marlin_convert.planning.output import OutputPlan
 from marlin_convert.shards.kept_source import DIGESTS
 from marlin_convert.storage.shard_file import FORMAT_VERSION

@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Lock, Thread
 
 from marlin_convert.checkpoint.hub_files import HubOptions
-from marlin_convert.checkpoint.identity import identify, stamps
+from marlin_convert.checkpoint.identify import identify, stamps
 from marlin_convert.checkpoint.source import Source, open_source
 from marlin_convert.documents.records import FinishedUnit
 from marlin_convert.errors import SourceError, UsageError
@@ -21,7 +21,6 @@ from marlin_convert.pipeline.executor import Executor, Job
 from marlin_convert.pipeline.expert_job import expert_jobs
 from marlin_convert.pipeline.finish import finish_output
 from marlin_convert.pipeline.kernel_check import Check, kernel_check
-from marlin_convert.pipeline.records import WORK, WorkFolder, locked
 from marlin_convert.pipeline.repair import reopen
 from marlin_convert.pipeline.resume import CHECKS, Action, Decision, Request, decide, observe
 from marlin_convert.pipeline.space import refuse_full_disk
@@ -29,6 +28,7 @@ from marlin_convert.pipeline.stages import Stages, Tools
 from marlin_convert.pipeline.target import Target
 from marlin_convert.pipeline.tensor_job import tensor_jobs
 from marlin_convert.pipeline.unit_work import UnitWork
+from marlin_convert.pipeline.work_folder import WORK, WorkFolder, locked
 from marlin_convert.planning.needs import needs
 from marlin_convert.planning.output import Options, OutputUnit, plan_output
 from marlin_convert.planning.units import expert_tensors

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from marlin_convert.checks.kernel.layer import Original
+from marlin_convert.checks.kernel.layer_files import Original
 from marlin_convert.layout.protocol import PROJECTIONS
 
 #: codes and scales kept apart, for the diagnosis; weight = bf16((code - 8) * scale)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from marlin_convert.checks.kernel.dequantize import ExpertWeights
-from marlin_convert.checks.kernel.layer import LayerFiles
+from marlin_convert.checks.kernel.layer_files import LayerFiles
 from marlin_convert.checks.kernel.results import FusedVerdict, KernelReport
 from marlin_convert.checks.report import Finding
 from marlin_convert.kernels.fused_moe import (

@@ -17,7 +17,7 @@ from marlin_convert.checks.kernel import dequantize
 from marlin_convert.checks.kernel.dequantize import ExpertWeights, Pair
 from marlin_convert.checks.kernel.diagnose import diagnose
 from marlin_convert.checks.kernel.fused_check import FusedCheck
-from marlin_convert.checks.kernel.layer import Bytes, LayerFiles, Original, Originals
+from marlin_convert.checks.kernel.layer_files import Bytes, LayerFiles, Original, Originals
 from marlin_convert.checks.kernel.results import KernelReport, Verdict
 from marlin_convert.checks.kernel.scope import Scope
 from marlin_convert.checks.report import Finding

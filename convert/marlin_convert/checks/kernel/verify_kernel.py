@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from marlin_convert.checkpoint.identity import identify
+from marlin_convert.checkpoint.identify import identify
 from marlin_convert.checkpoint.source import Source, open_source
-from marlin_convert.checks.kernel.layer import (
+from marlin_convert.checks.kernel.layer_files import (
     LayerFiles,
     Originals,
     originals_from_source,
