@@ -120,6 +120,27 @@ def test_every_byte_arrives_by_the_compiled_loop_alone(
     assert cuda.driver.calls["copy"] == 101
 
 
+def test_existing_tensors_are_filled_where_they_are(path: Path, start: Start) -> None:
+    """As an engine's parameters are: of any dtype, from any page of a file."""
+    start(LateDriver())
+    ring, file = PinnedRing(2, SIZE), OpenFile(path, direct=False)
+    words = torch.nn.Parameter(torch.zeros((3, SIZE // 4), dtype=torch.int32), requires_grad=False)
+    scales = torch.zeros((2, 700), dtype=torch.bfloat16)
+    places = {SIZE: words, 7 * SIZE: scales}
+    before = [tensor.data_ptr() for tensor in places.values()]
+    ring.copy(
+        part
+        for offset, tensor in places.items()
+        for part in ring.parts(file, offset, tensor.detach().view(-1).view(torch.uint8))
+    )
+    file.close()
+    data = path.read_bytes()
+    for offset, tensor in places.items():
+        size = tensor.numel() * tensor.element_size()
+        assert tensor.view(torch.uint8).numpy().tobytes() == data[offset : offset + size]
+    assert [tensor.data_ptr() for tensor in places.values()] == before
+
+
 @pytest.mark.parametrize("call", ["wait", "copy", "record"])
 def test_a_part_of_which_a_call_fails_is_done_again(path: Path, start: Start, call: str) -> None:
     start(LateDriver(fails=(call, 7)))

@@ -26,14 +26,13 @@ from kernel_vectors import (
     run_gemm,
 )
 from marlin_convert.kernels.fused_moe import (
-    BLOCK_SIZES,
     Routing,
     align,
     contiguous_expert_map,
     fused_moe,
     make_workspace,
 )
-from marlin_convert.kernels.gemm_call import REPEATABLE, GemmCall, Matrix, ReduceFlags
+from marlin_convert.kernels.gemm_call import BLOCK_SIZES, REPEATABLE, GemmCall, Matrix, ReduceFlags
 from marlin_convert.kernels.one_hot import read_back
 from marlin_convert.kernels.providers import Provider, load, probe
 from marlin_convert.kernels.quant_types import UINT4B8, UINT8B128, QuantType

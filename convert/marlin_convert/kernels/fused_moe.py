@@ -14,10 +14,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from marlin_convert.kernels.gemm_call import REPEATABLE, Alignment, GemmCall, Matrix, ReduceFlags
+from marlin_convert.kernels.gemm_call import (
+    BLOCK_SIZES,
+    REPEATABLE,
+    Alignment,
+    GemmCall,
+    Matrix,
+    ReduceFlags,
+)
 from marlin_convert.kernels.providers import Provider
 
-BLOCK_SIZES = (8, 16, 32, 48, 64)
 #: A block may be this full on average before the next size is taken: the rule of SGLang's fused_marlin_moe.
 BLOCK_FILL = 0.9
 #: The kernel runs at most this many thread blocks per multiprocessor, and needs one lock for each.

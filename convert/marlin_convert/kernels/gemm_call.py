@@ -14,6 +14,9 @@ from marlin_convert.kernels.quant_types import UINT4B8, QuantType
 if TYPE_CHECKING:
     from torch import Tensor
 
+#: those the kernel was compiled for
+BLOCK_SIZES = (8, 16, 32, 48, 64)
+
 
 @dataclass(frozen=True)
 class Matrix:

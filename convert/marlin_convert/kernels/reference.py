@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from marlin_convert.kernels import fragments
-from marlin_convert.kernels.gemm_call import Alignment, GemmCall, Matrix
+from marlin_convert.kernels.gemm_call import BLOCK_SIZES, Alignment, GemmCall, Matrix
 
-BLOCK_SIZES = (8, 16, 32, 48, 64)
 GROUP_SIZES = (32, 64, 128)
 MIN_N = 128
 MIN_K = 64
