@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from checkpoints.names import Tensor
-from marlin_convert.checkpoint.source import Source
+from marlin_convert.checkpoint.source import Source, SourceTensor
 from marlin_convert.errors import SourceError, UsageError
 from marlin_convert.planning.output import Options, plan_output
 
@@ -233,6 +233,23 @@ def test_tensors_that_are_missing_or_wrong(
     whole = sparse()
     said = refused(SourceError, sparse(tensors=edit(name, **changes)))
     assert said.startswith(message.format(name=name, file=whole.tensors[name].file))
+
+
+def test_every_vision_tensor_must_be_there_in_its_shape(sparse: Sparse) -> None:
+    whole = sparse()
+    names = [name for name in whole.tensors if name.startswith(("vision_tower.", "mm_projector."))]
+    assert len(names) == 3 + 2 * 12 + 2 + 6
+    for name in names:
+        others = {other: tensor for other, tensor in whole.tensors.items() if other != name}
+        assert refused(SourceError, replace(whole, tensors=others)).startswith(f"{name} is missing")
+        file, entry = whole.tensors[name]
+        for shape in ((*entry.shape[:-1], entry.shape[-1] + 1), (*entry.shape, 1)):
+            misshapen = SourceTensor(file, entry._replace(shape=shape))
+            message = refused(SourceError, replace(whole, tensors=others | {name: misshapen}))
+            assert message.startswith(f"{name} in {file} has the shape {list(shape)}, expected ")
+        another = f"{name}_another"
+        message = refused(SourceError, replace(whole, tensors=whole.tensors | {another: whole.tensors[name]}))
+        assert message.startswith(f"1 tensors have no rule, such as {another} in {file}")
 
 
 def test_a_missing_expert(sparse: Sparse) -> None:
