@@ -31,14 +31,14 @@ class Store:
     def find(self, name: str, staging: Path | None) -> None:
         return None
 
-    def fetch(self, name: str, staging: Path, tell: Callable[[int], None]) -> Path:
+    def fetch(self, name: str, staging: Path, received: Callable[[int], None]) -> Path:
         self.fetched.append(name)
         if name in self.broken:
             raise MachineError(f"no {name}")
         staging.mkdir(exist_ok=True)
         self.paths[name] = staging / name
         self.paths[name].write_bytes(b"x")
-        tell(1)
+        received(1)
         return self.paths[name]
 
     def path(self, name: str) -> Path:
@@ -156,9 +156,9 @@ def test_a_file_that_is_touched(tmp_path: Path) -> None:
 def test_progress_of_a_download_that_begins_again(tmp_path: Path) -> None:
     store, told = Store("ab"), []
 
-    def fetch(name: str, staging: Path, tell: Callable[[int], None]) -> Path:
+    def fetch(name: str, staging: Path, received: Callable[[int], None]) -> Path:
         for size in (3, 7, 2, 12, 10):  # broken after 7; the server sends two bytes too many
-            tell(size)
+            received(size)
         return tmp_path
 
     store.fetch = fetch  # type: ignore[method-assign]

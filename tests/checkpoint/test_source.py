@@ -14,7 +14,8 @@ import pytest
 from attacks import ATTACKS, file_of, written
 from checkpoints import Checkpoint, expected_tensor, make_small
 from damage import edit_json
-from marlin_convert.checkpoint.source import INDEX_NAME, open_source, parse_index, weight_files
+from marlin_convert.checkpoint.index import INDEX_NAME, parse_index, weight_files
+from marlin_convert.checkpoint.source import open_source
 from marlin_convert.errors import SourceError, UsageError
 
 

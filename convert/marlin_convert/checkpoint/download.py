@@ -12,7 +12,8 @@ from marlin_convert.checkpoint.fetcher import HubFetcher
 from marlin_convert.checkpoint.hub import HubStore, open_hub
 from marlin_convert.checkpoint.hub_errors import AGAIN, hub_errors
 from marlin_convert.checkpoint.hub_files import HubOptions
-from marlin_convert.checkpoint.source import INDEX_NAME, auxiliary_files, is_repository
+from marlin_convert.checkpoint.index import INDEX_NAME, weight_names
+from marlin_convert.checkpoint.source import auxiliary_files, is_repository
 from marlin_convert.checkpoint.store import RECORD
 from marlin_convert.documents.codec import write
 from marlin_convert.documents.records import DownloadRecord
@@ -81,9 +82,8 @@ def needed_files(store: HubStore, include: Sequence[str], exclude: Sequence[str]
     # public: it is in an __all__ that is computed, which mypy does not follow
     from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined, unused-ignore]
 
-    weights = [name for name in store.files if name.endswith(".safetensors") and not name.startswith(".")]
     small = [name for name in ("config.json", INDEX_NAME, "README.md") if name in store.files]
-    every = [*small, *auxiliary_files(store.names())[0], *weights]
+    every = [*small, *auxiliary_files(store.names())[0], *weight_names(store.files)]
     chosen = list(
         filter_repo_objects(
             every, allow_patterns=list(include) or None, ignore_patterns=list(exclude) or None

@@ -5,7 +5,7 @@ ahead of the units and removed once the last unit that reads them is recorded.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ class Fetcher(Protocol):
     def start(self) -> None:
         """Begin to fetch."""
 
-    def wait(self, files: Iterable[str]) -> None:
+    def wait(self, files: Collection[str]) -> None:
         """Return once these files can be read. Raises SourceError, MachineError; InterruptedError after
         `stop`.
         """
@@ -49,7 +49,7 @@ class Fetcher(Protocol):
         """A unit is made and recorded: files that no other unit needs may be removed."""
 
     def stop(self) -> None:
-        """Fetch nothing more; wake all who wait."""
+        """Fetch nothing more; every `wait` ends."""
 
 
 class LocalFiles(Fetcher):
@@ -57,7 +57,7 @@ class LocalFiles(Fetcher):
 
     def start(self) -> None: ...
 
-    def wait(self, files: Iterable[str]) -> None: ...
+    def wait(self, files: Collection[str]) -> None: ...
 
     def check(self, unit: str) -> None: ...
 
@@ -107,9 +107,8 @@ class HubFetcher(Fetcher):
         for thread in self._threads:
             thread.start()
 
-    def wait(self, files: Iterable[str]) -> None:
+    def wait(self, files: Collection[str]) -> None:
         """See `Fetcher`."""
-        files = tuple(files)
         with self._change:
             while not all(file in self._ready for file in files):
                 if self._failure is not None:
@@ -169,15 +168,14 @@ class HubFetcher(Fetcher):
     def _work(self) -> None:
         try:
             while (file := self._next()) is not None:
-                status = self._store.fetch(file, self._staging, partial(self._tell, file)).stat()
+                status = self._store.fetch(file, self._staging, partial(self._received, file)).stat()
                 with self._change:
                     self._ready[file] = status
                     self._change.notify_all()
         except BaseException as error:
             with self._change:
                 self._failure = self._failure or error
-                self._stopped = True
-                self._change.notify_all()
+                self.stop()
 
     def _next(self) -> str | None:
         """The next file, once it may be fetched; None when there is none or it is over."""
@@ -190,7 +188,7 @@ class HubFetcher(Fetcher):
                 self._change.wait()
             return None
 
-    def _tell(self, file: str, size: int) -> None:
+    def _received(self, file: str, size: int) -> None:
         with self._change:
             if self._stopped:
                 raise InterruptedError

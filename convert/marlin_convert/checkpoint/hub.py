@@ -1,5 +1,5 @@
-"""A checkpoint in a hub repository: listed, headers read by range, files fetched when they are asked for and
-compared with what the hub publishes.
+"""A checkpoint in a hub repository: the list of its files, headers by range requests, and files fetched when
+they are needed, each compared with what the hub publishes.
 
 The hub's own client does all of the transfer; it is imported only when a repository is used.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from marlin_convert.checkpoint.fetcher import Fetcher, HubFetcher, Needed
 from marlin_convert.checkpoint.header import Header, read_header
 from marlin_convert.checkpoint.hub_errors import AGAIN, hub_errors
-from marlin_convert.checkpoint.hub_files import HubFile, HubFiles, HubOptions, Tell, remove_fetched
+from marlin_convert.checkpoint.hub_files import HubFile, HubFiles, HubOptions, Received, remove_fetched
 from marlin_convert.checkpoint.store import START, FolderStore
 from marlin_convert.errors import MachineError, SourceError
 from marlin_convert.progress import Progress
@@ -113,7 +113,7 @@ class HubStore:
         return HubFetcher(self, needed, staging, progress)
 
     def forget(self, name: str) -> None:
-        """The file is not there any more."""
+        """Take note that a file was removed."""
         self._paths.pop(name, None)
 
     def find(self, name: str, staging: Path | None) -> Path | None:
@@ -127,8 +127,8 @@ class HubStore:
         found = try_to_load_from_cache(repo, name, cache_dir=self.options.cache_dir, revision=commit)
         return Path(found) if isinstance(found, str) else None
 
-    def fetch(self, name: str, staging: Path | None, tell: Tell) -> Path:
-        """Have a file on the disk, in size and sha256 what the hub publishes; `tell` hears how far it is.
+    def fetch(self, name: str, staging: Path | None, received: Received) -> Path:
+        """Have a file on the disk, in size and sha256 what the hub publishes; see `Received`.
 
         It is looked for in `staging`, too, and goes there if files are to be freed, else to the chosen folder
         or the cache. What was there before this run is used if it is right and never removed, but for the
@@ -136,30 +136,29 @@ class HubStore:
         MachineError.
         """
         file, found = self._file(name), self.find(name, staging)
-        if found is not None:
-            if (problem := file.difference_on_disk(found)) is None:
-                tell(file.size)
-                self._paths[name] = found
-                return found
-            if staging is None or found.parent != staging:
-                raise SourceError(
-                    f"{found} is not the file that {self.where} publishes: {problem}; move it away, then"
-                    f" {AGAIN}"
-                )
-            remove_fetched(found)
-        for attempt in range(TRIES):
+        tries = TRIES if found is None else TRIES + 1
+        for attempt in range(tries):
             try:
-                path = self.hub.download(file, staging if self.options.free_source else None, tell)
+                path = found or self.hub.download(
+                    file, staging if self.options.free_source else None, received
+                )
             except MachineError as error:
                 # the client goes on by itself after most failures of the network, but not after all of them
-                if attempt == TRIES - 1 or getattr(error.__cause__, "errno", None):
+                if attempt == tries - 1 or getattr(error.__cause__, "errno", None):
                     raise
                 time.sleep(1 + 2 * attempt)
                 continue
             if (problem := file.difference_on_disk(path)) is None:
+                received(file.size)
                 self._paths[name] = path
                 return path
+            if found is not None and (staging is None or found.parent != staging):
+                raise SourceError(
+                    f"{found} is not the file that {self.where} publishes: {problem}; move it away, then"
+                    f" {AGAIN}"
+                )
             remove_fetched(path)
+            found = None
         raise SourceError(
             f"{name}: {problem}, {TRIES} times: what comes is not what {self.where} publishes; nothing of it"
             f" was kept, {AGAIN}"

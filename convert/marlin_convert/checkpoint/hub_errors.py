@@ -1,6 +1,4 @@
-"""What the hub's client raises, said in this project's terms: what failed, whose turn it is, what to do
-next.
-"""
+"""Errors of the hub's client as errors of this project: what failed, and what to do next."""
 
 from __future__ import annotations
 

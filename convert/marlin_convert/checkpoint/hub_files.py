@@ -23,8 +23,8 @@ from marlin_convert.errors import MachineError, SourceError
 
 #: requests for the same bytes, where the answer breaks off
 ATTEMPTS = 4
-#: is told how many bytes of a file are there; fewer than before where it begins again
-Tell = Callable[[int], None]
+#: called with the bytes of a file that have come so far; fewer than before where it begins again
+Received = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class HubFiles:
             raise MachineError(f"{file.name}: {len(data)} bytes came where {length} should have; {AGAIN}")
         return bytes(data)
 
-    def download(self, file: HubFile, folder: Path | None, tell: Tell) -> Path:
+    def download(self, file: HubFile, folder: Path | None, received: Received) -> Path:
         """Fetch a file to `folder`, the chosen folder or the cache; its content is not compared yet. Raises
         SourceError, MachineError.
         """
@@ -133,9 +133,7 @@ class HubFiles:
 
         # tqdm has no types of its own
         class Bar(tqdm):  # type: ignore[type-arg, misc, unused-ignore]
-            """Shows nothing and tells the bytes. Xet has two bars, of what has come and of what is
-            written.
-            """
+            """Shows nothing, passes bytes on. Xet has two bars, of what has come and of what is written."""
 
             def __init__(self, *args: Any, **kwargs: Any) -> None:
                 super().__init__(*args, **(kwargs | {"disable": True}))
@@ -143,7 +141,7 @@ class HubFiles:
 
             def update(self, n: float | None = 1) -> None:
                 self.n += n or 0
-                tell(max(int(bar.n) for bar in bars))
+                received(max(int(bar.n) for bar in bars))
 
         with hub_errors(f"fetching {file.name}", self.repo):
             path = hf_hub_download(
@@ -155,7 +153,6 @@ class HubFiles:
                 local_dir=folder or self.options.local_dir,
                 tqdm_class=Bar,
             )
-        tell(file.size)
         return Path(path)
 
 

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from marlin_convert.checkpoint.header import Header, TensorEntry
+from marlin_convert.checkpoint.header import Header
 from marlin_convert.checkpoint.hub import open_repository
 from marlin_convert.checkpoint.hub_files import HubOptions
+from marlin_convert.checkpoint.index import (
+    INDEX_NAME,
+    SourceTensor,
+    collect_tensors,
+    json_object,
+    parse_index,
+    weight_files,
+    weight_names,
+)
 from marlin_convert.checkpoint.store import RECORD, FolderStore, Store, recorded_origin
 from marlin_convert.errors import ConvertError, SourceError, UsageError
 from marlin_convert.models.family import ModelConfig, parse_config
 
-INDEX_NAME = "model.safetensors.index.json"
 #: never copied beside the shards: other weights, and what version control and downloaders leave
 WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".incomplete", ".lock")
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -29,13 +35,6 @@ REQUESTS = 8
 RESERVED = ("manifest.json", "provenance.json", "digests.bin")
 #: what is in the output in another way, or stays behind without being mentioned
 HANDLED = (INDEX_NAME, "config.json", "README.md", RECORD)
-
-
-class SourceTensor(NamedTuple):
-    """Where a tensor is: `file` is a name inside the checkpoint, the rest as in `TensorEntry`."""
-
-    file: str
-    entry: TensorEntry
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class Source:
     @property
     def config(self) -> dict[str, Any]:
         """config.json."""
-        return _json_object(self.config_bytes, "config.json")
+        return json_object(self.config_bytes, "config.json")
 
     @property
     def auxiliary(self) -> tuple[str, ...]:
@@ -114,7 +113,7 @@ def open_source(source: str, hub: HubOptions | None = None) -> Source:
         raise
     config_bytes = store.read("config.json")
     _refuse_converted(store, names)
-    model = parse_config(_json_object(config_bytes, "config.json"))
+    model = parse_config(json_object(config_bytes, "config.json"))
     index_bytes = store.read(INDEX_NAME) if INDEX_NAME in names else None
     weight_map = parse_index(index_bytes) if index_bytes is not None else None
     with ThreadPoolExecutor(REQUESTS if store.folder is None else 1) as workers:
@@ -139,7 +138,7 @@ def is_repository(source: str) -> bool:
 
 
 def _store(source: str, hub: HubOptions | None) -> tuple[Store, tuple[str, ...]]:
-    """What stands behind the name, and what a person should know about that choice."""
+    """The store that a name stands for, and notes for people about that choice."""
     folder = Path(source)
     if folder.is_dir():
         if hub is not None and (hub.revision or hub.free_source or hub.local_dir):
@@ -174,80 +173,6 @@ def _refuse_converted(store: Store, names: dict[str, bool]) -> None:
         )
 
 
-def parse_index(raw: bytes) -> dict[str, str]:
-    """The checked weight_map of an index: tensor name -> file name. Raises SourceError for names that leave
-    the folder.
-    """
-    weight_map = _json_object(raw, INDEX_NAME).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise SourceError(f"{INDEX_NAME}: it has no weight_map")
-    for file in set(map(str, weight_map.values())):
-        if (
-            file != os.path.basename(file)
-            or file in ("", ".", "..")
-            or "\\" in file
-            or not file.endswith(".safetensors")
-        ):
-            raise SourceError(
-                f"{INDEX_NAME}: the file name {file!r} is not that of a .safetensors file in the same folder"
-            )
-    return {str(name): str(file) for name, file in weight_map.items()}
-
-
-def weight_files(present: Iterable[str], weight_map: dict[str, str] | None) -> list[str]:
-    """The weight files in name order. Raises SourceError where one is missing, or lies there without being in
-    the index.
-    """
-    here = set(present)
-    if weight_map is None:
-        if not here:
-            raise SourceError("there is no .safetensors file and no index in the source folder")
-        return sorted(here)
-    named = set(weight_map.values())
-    if missing := sorted(named - here):
-        raise SourceError(
-            f"{len(missing)} of {len(named)} weight files are missing: {_some(missing)}; fetch them, then run"
-            " the same command"
-        )
-    if extra := sorted(here - named):
-        raise SourceError(
-            f"{_some(extra)} lies in the folder but is not in {INDEX_NAME}; move it away, or fetch the index"
-            " that goes with it"
-        )
-    return sorted(named)
-
-
-def collect_tensors(headers: Iterable[Header], weight_map: dict[str, str] | None) -> dict[str, SourceTensor]:
-    """All tensors by name. Raises SourceError where headers and index disagree or a name stands twice."""
-    tensors: dict[str, SourceTensor] = {}
-    for header in headers:
-        for entry in header.tensors:
-            if entry.name in tensors:
-                raise SourceError(
-                    f"{entry.name} stands in two files: {tensors[entry.name].file} and {header.file}"
-                )
-            tensors[entry.name] = SourceTensor(header.file, entry)
-    if weight_map is not None:
-        if missing := sorted(weight_map.keys() - tensors.keys()):
-            raise SourceError(
-                f"{len(missing)} tensors of {INDEX_NAME} are in no file: {_some(missing)}; fetch"
-                f" {weight_map[missing[0]]} again"
-            )
-        if extra := sorted(tensors.keys() - weight_map.keys()):
-            raise SourceError(
-                f"{len(extra)} tensors are not in {INDEX_NAME}: {_some(extra)} (in {tensors[extra[0]].file})"
-            )
-        for name, file in weight_map.items():
-            if tensors[name].file != file:
-                raise SourceError(f"{name} is in {tensors[name].file}, but {INDEX_NAME} says {file}")
-    return tensors
-
-
-def weight_names(names: Iterable[str]) -> list[str]:
-    """Those that are names of weight files."""
-    return [name for name in names if name.endswith(".safetensors") and not name.startswith(".")]
-
-
 def auxiliary_files(names: Mapping[str, bool]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Small files to copy (README.md and config.json are handled apart), and what is left out."""
     others = [name for name in names if name not in HANDLED and not name.endswith(".safetensors")]
@@ -260,17 +185,3 @@ def auxiliary_files(names: Mapping[str, bool]) -> tuple[tuple[str, ...], tuple[s
         and not name.endswith(WEIGHT_SUFFIXES)
     )
     return copied, tuple(name + ("" if names[name] else "/") for name in others if name not in copied)
-
-
-def _json_object(raw: bytes, name: str) -> dict[str, Any]:
-    try:
-        document = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise SourceError(f"{name}: not valid JSON ({error}); fetch it again") from error
-    if not isinstance(document, dict):
-        raise SourceError(f"{name}: not a JSON object; fetch it again")
-    return document
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import xxhash
 
+from marlin_convert.checkpoint.index import INDEX_NAME
 from marlin_convert.checkpoint.quantization import rewritten
-from marlin_convert.checkpoint.source import INDEX_NAME, Source
+from marlin_convert.checkpoint.source import Source
 from marlin_convert.checks.origins import expected_origin
 from marlin_convert.checks.report import Finding, Report
 from marlin_convert.documents.codec import read, seal_holds, typed

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from marlin_convert.checkpoint.source import INDEX_NAME
+from marlin_convert.checkpoint.index import INDEX_NAME
 from marlin_convert.documents.manifest import read_manifest
 from marlin_convert.errors import OutputError, UsageError
 from marlin_convert.pipeline.work_folder import WORK

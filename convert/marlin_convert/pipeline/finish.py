@@ -16,8 +16,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
 
+from marlin_convert.checkpoint.index import INDEX_NAME
 from marlin_convert.checkpoint.quantization import rewritten
-from marlin_convert.checkpoint.source import INDEX_NAME, Source
+from marlin_convert.checkpoint.source import Source
 from marlin_convert.documents.codec import NO_DIGEST, sealed
 from marlin_convert.documents.engine_files import quantization_config
 from marlin_convert.documents.manifest import ListedFile
