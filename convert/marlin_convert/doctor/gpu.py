@@ -40,17 +40,13 @@ def find_torch() -> Torch:
         return Torch(package_version("torch"), None, (), f"torch does not load: {one_line(error)}")
     cuda = torch.version.cuda
     try:
-        gpus = tuple(
-            _gpu(torch, index)
-            for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-        )
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        gpus = tuple(_gpu(torch, index) for index in range(count))
     except Exception as error:
         return Torch(torch.__version__, cuda, (), f"torch sees a GPU that does not work: {one_line(error)}")
-    problem = ""
-    if not gpus:
-        problem = f"torch {torch.__version__} sees no CUDA GPU" + (
-            "; it is a build without CUDA" if cuda is None else ""
-        )
+    problem = "" if gpus else f"torch {torch.__version__} sees no CUDA GPU"
+    if cuda is None and problem:
+        problem += "; it is a build without CUDA"
     return Torch(torch.__version__, cuda, gpus, problem)
 
 
@@ -65,15 +61,13 @@ def _gpu(torch: Any, index: int) -> dict[str, Any]:
     }
 
 
-def _run(*command: str) -> str | None:
-    """What a command prints; None where it is not there or fails."""
-    if shutil.which(command[0]) is None:
-        return None
+def _run(*command: str) -> str:
+    """What a command prints; nothing where it is not there or fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout if done.returncode == 0 else None
+        return ""
+    return done.stdout
 
 
 def find_driver() -> dict[str, Any]:
@@ -83,17 +77,12 @@ def find_driver() -> dict[str, Any]:
         "--query-gpu=name,driver_version,memory.total,compute_cap",
         "--format=csv,noheader,nounits",
     )
-    rows = [[field.strip() for field in line.split(",")] for line in (listed or "").splitlines()]
+    rows = [[field.strip() for field in line.split(",")] for line in listed.splitlines()]
     rows = [row for row in rows if len(row) == 4]
     if not rows:
-        there = shutil.which("nvidia-smi") is not None
-        return {
-            "version": None,
-            "cuda": None,
-            "gpus": [],
-            "problem": "nvidia-smi lists no GPU" if there else "nvidia-smi is not there",
-        }
-    cuda = re.search(r"CUDA (?:UMD )?Version:\s*(\d+\.\d+)", _run("nvidia-smi") or "")
+        problem = "nvidia-smi lists no GPU" if shutil.which("nvidia-smi") else "nvidia-smi is not there"
+        return {"version": None, "cuda": None, "gpus": [], "problem": problem}
+    cuda = re.search(r"CUDA (?:UMD )?Version:\s*(\d+\.\d+)", _run("nvidia-smi"))
     gpus = [
         {"name": row[0], "memory_mib": int(row[2]) if row[2].isdigit() else None, "capability": row[3]}
         for row in rows
@@ -104,15 +93,12 @@ def find_driver() -> dict[str, Any]:
 def find_compiler() -> dict[str, str | None]:
     """What compiling the kernel at first use needs."""
     home = os.environ.get("CUDA_HOME")
+    in_home = shutil.which("nvcc", path=f"{home}/bin") if home else None
     return {
         "CUDA_HOME": home,
-        "nvcc": (
-            shutil.which("nvcc") or (shutil.which("nvcc", path=os.path.join(home, "bin")) if home else None)
-        ),
+        "nvcc": shutil.which("nvcc") or in_home,
         "g++": shutil.which("g++"),
-        "ninja": shutil.which(
-            "ninja", path=os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", "")))
-        ),
+        "ninja": shutil.which("ninja") or shutil.which("ninja", path=os.path.dirname(sys.executable)),
         "TVM_FFI_CACHE_DIR": os.environ.get("TVM_FFI_CACHE_DIR"),
     }
 

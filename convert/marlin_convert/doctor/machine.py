@@ -17,7 +17,7 @@ class Machine:
     cpu: str
     architecture: str
     cores: int | None
-    usable_cores: int | None
+    usable_cores: int
     memory_bytes: int | None
     available_bytes: int | None
     memory_limit_bytes: int | None
@@ -29,14 +29,13 @@ class Machine:
 
 def find_machine() -> Machine:
     """This one."""
-    cores = os.cpu_count()
     memory, available = _memory()
     soft, hard = open_files()
     return Machine(
         cpu=_cpu(),
         architecture=platform.machine(),
-        cores=cores,
-        usable_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores,
+        cores=os.cpu_count(),
+        usable_cores=len(os.sched_getaffinity(0)),
         memory_bytes=memory,
         available_bytes=available,
         memory_limit_bytes=_memory_limit(),
@@ -75,12 +74,7 @@ def _memory() -> tuple[int | None, int | None]:
     """All and available, in bytes."""
     found = re.findall(r"^(\w+):\s+(\d+) kB$", text_of("/proc/meminfo"), re.MULTILINE)
     values = {name: int(size) * 1024 for name, size in found}
-    if "MemTotal" in values:
-        return values["MemTotal"], values.get("MemAvailable")
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), None
-    except (OSError, ValueError):
-        return None, None
+    return values.get("MemTotal"), values.get("MemAvailable")
 
 
 def _memory_limit() -> int | None:
