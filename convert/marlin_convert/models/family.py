@@ -19,9 +19,11 @@ from marlin_convert.errors import SourceError
 if TYPE_CHECKING:
     from marlin_convert.layout.protocol import ExpertShape
 
-#: every layer, those without and those with routed experts, beside the layers, once for all ranks
+#: where a tensor belongs: to every layer, to the dense ones, to those with routed experts; to the text model
+#: beside its layers (embeddings, last norm, head); to what no rank owns a slice of, such as a vision tower
 Scope = Literal["layer", "dense", "moe", "top", "common"]
-#: rows cut, columns cut, rows of the vocabulary cut, whole on every rank, once in common/, as the layout says
+#: column: rows cut into tp; row: columns cut into tp; vocab: rows, of the vocabulary, cut into tp; replicate:
+#: whole on every rank; common: whole, once, in common/; experts: stacked and cut as the layout says
 Kind = Literal["column", "row", "vocab", "replicate", "common", "experts"]
 Shape = tuple[str, ...]
 
@@ -30,7 +32,8 @@ Shape = tuple[str, ...]
 class Rule:
     """A tensor that there is once for each layer of its scope: what it must be, and how it is cut.
 
-    `name` stands under the prefix of its scope; of the kind `experts` it is the module of the routed experts.
+    `name` stands under the prefix of its scope. Of the kind `experts` it is the module of the routed experts,
+    which have gate_proj, up_proj and down_proj, as compressed-tensors packs them.
     `shape` has names of sizes; None where config.json tells no more than that there is one dimension.
     """
 
