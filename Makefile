@@ -8,7 +8,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO ?= demo
 # some tests wait for servers, so one process more than cores is worth it
-WORKERS ?= $(shell expr $$(nproc) + 1)
+PARALLEL ?= -n $(shell expr $$(nproc) + 1) --dist worksteal
 
 .PHONY: demo lint test test-fast mutants wheel clean
 
@@ -43,10 +43,10 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 
 test-fast: $(VENV)/.test
-	$(BIN)/python -m pytest -m "not gpu and not slow" -n $(WORKERS)
+	$(BIN)/python -m pytest -m "not gpu and not slow" $(PARALLEL)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -m "not gpu" -n $(WORKERS)
+	$(BIN)/python -m pytest -m "not gpu" $(PARALLEL)
 
 mutants: $(VENV)/.test
 	$(BIN)/python tests/mutants/run.py

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from checkpoints import Checkpoint, make_small
+from checkpoints import Checkpoint, make_small, make_standin
 from forks import Forks
+from once import once
+
+if TYPE_CHECKING:
+    from marlin_convert.checkpoint.source import Source
+    from marlin_convert.planning.output import OutputPlan
 
 #: a checkpoint with all there is (dense layer, two MoE layers, vision) in 3 MB
 TINY: dict[str, Any] = {"experts": 4, "moe_intermediate": 256, "vt_layers": 1}
@@ -30,6 +36,28 @@ def tiny_tp2(tiny: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path
     out = tmp_path_factory.mktemp("tiny_tp2") / "out"
     convert(str(tiny.folder), out, tp=2, threads=2)
     return out
+
+
+@pytest.fixture(scope="session")
+def standin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Kimi-K2.6 at full size, without data."""
+    return once(tmp_path_factory, "standin", make_standin)
+
+
+@pytest.fixture(scope="session")
+def full_size(standin: Path) -> Source:
+    """The same, opened."""
+    from marlin_convert.checkpoint.source import open_source
+
+    return open_source(str(standin))
+
+
+@pytest.fixture(scope="session")
+def full_plan(full_size: Source) -> Callable[[int, int], OutputPlan]:
+    """Plans of it by tp and ep."""
+    from marlin_convert.planning.output import Options, plan_output
+
+    return cache(lambda tp, ep: plan_output(full_size, Options(tp, ep)))
 
 
 @pytest.fixture

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from checkpoints import make_small
 from marlin_convert.cli import cli, run
+from marlin_convert.planning.output import OutputPlan
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 
@@ -41,20 +43,16 @@ def test_every_command_named_anywhere_exists() -> None:
     assert benches <= {"layout", "convert", "kernel", "load"}
 
 
-def test_the_numbers_of_full_size(tmp_path: Path) -> None:
-    """What the README says of K2.6 is what `plan` says of the stand-in."""
-    from checkpoints import make_standin
-    from marlin_convert import plan
-
+def test_the_numbers_of_full_size(full_plan: Callable[[int, int], OutputPlan]) -> None:
+    """What the README says of K2.6 is what is planned for the stand-in."""
     text = README.read_text()
-    make_standin(tmp_path / "standin")
     for tp, ep, row in (
         (8, 1, "`--tp 8`"),
         (8, 8, "`--tp 8 --ep 8`"),
         (16, 1, "`--tp 16`"),
         (32, 1, "`--tp 32`"),
     ):
-        output = plan(str(tmp_path / "standin"), tp=tp, ep=ep).output
+        output = full_plan(tp, ep)
         line = next(line for line in text.splitlines() if line.startswith(f"| {row} |"))
         assert f"{output.rank_bytes() / 1e9:.1f} GB" in line
         assert f"{output.total_bytes / 1e9:.0f} GB" in line

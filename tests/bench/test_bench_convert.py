@@ -29,6 +29,7 @@ def valid(name: str, document: Any) -> None:
     )
 
 
+@pytest.mark.slow
 def test_convert_against_cp(tmp_path: Path) -> None:
     make_small(tmp_path / "source", layers=2, experts=4)
     said: list[str] = []

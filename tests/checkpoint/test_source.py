@@ -78,9 +78,8 @@ def test_without_an_index_all_files_are_taken(folder: Path, made: Checkpoint) ->
 
 
 def test_k2_thinking_has_no_prefix(tmp_path: Path) -> None:
-    assert (
-        open_source(str(make_small(tmp_path / "thinking", form="k2-thinking", experts=2).folder)).prefix == ""
-    )
+    thinking = make_small(tmp_path / "thinking", form="k2-thinking", experts=2)
+    assert open_source(str(thinking.folder)).prefix == ""
 
 
 @pytest.mark.parametrize(

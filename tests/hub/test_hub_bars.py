@@ -9,7 +9,11 @@ import sys
 import termios
 from pathlib import Path
 
+import pytest
+
 from hub.setting import Published, hub_environment
+
+pytestmark = pytest.mark.slow
 
 
 def on_a_terminal(published: Published, home: Path, *arguments: object, env: dict[str, str]) -> str:

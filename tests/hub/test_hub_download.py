@@ -6,8 +6,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from hub.proxy import Answer, Request
 from hub.setting import Done, Published, differences
+
+pytestmark = pytest.mark.slow
 
 Run = Callable[..., Done]
 

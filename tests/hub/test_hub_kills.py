@@ -10,13 +10,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from hub.setting import Done, Published, differences, hub_environment
 from hub.watch import Watch
+
+pytestmark = pytest.mark.slow
 
 Run = Callable[..., Done]
 #: bytes a second, so that a run takes some seconds
 RATE = 2e6
-#: tests/hub/measure.py does twenty
+#: hub.measure in tests/support does twenty
 KILLS = 4
 
 

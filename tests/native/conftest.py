@@ -12,6 +12,7 @@ import pytest
 from checkpoints import make_small
 from damage import flip
 from native_programs import Programs
+from once import once
 
 HERE = Path(__file__).parent
 
@@ -34,28 +35,22 @@ def _missing() -> str:
     return ""
 
 
+def _build(folder: Path) -> None:
+    # Line tables are all that a sanitizer's report needs.
+    options = ["-DMARLIN_SANITIZE=ON", "-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-O0 -g1"]
+    for command in (
+        ["cmake", "-S", str(HERE), "-B", str(folder), *options],
+        ["cmake", "--build", str(folder), "--parallel", "2"],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.fixture(scope="session")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     if problem := _missing():
         pytest.skip(problem)
-    build = tmp_path_factory.mktemp("native")
-    configure = [
-        "cmake",
-        "-S",
-        str(HERE),
-        "-B",
-        str(build),
-        "-DMARLIN_SANITIZE=ON",
-        "-DCMAKE_BUILD_TYPE=Debug",
-    ]
-    # Line tables are all that a sanitizer's report needs.
-    for command in (
-        [*configure, "-DCMAKE_CXX_FLAGS_DEBUG=-O0 -g1"],
-        ["cmake", "--build", str(build), "--parallel", "2"],
-    ):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-    return Programs(build)
+    return Programs(once(tmp_path_factory, "native", _build))
 
 
 @pytest.fixture(scope="session")

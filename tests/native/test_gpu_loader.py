@@ -13,6 +13,8 @@ from damage import flip
 from marlin_convert.bench.cold import evict, resident
 from native_programs import Programs
 
+pytestmark = pytest.mark.slow
+
 Outputs = Callable[..., Path]
 
 

@@ -17,6 +17,8 @@ import xxhash
 from damage import edit_header, edit_manifest, flip, header_of, plain_file, with_header
 from native_programs import Programs, lines
 
+pytestmark = pytest.mark.slow
+
 Outputs = Callable[..., Path]
 SHARD = "rank-03-of-08/layer-001.safetensors"
 EXPERTS = "language_model.model.layers.1.mlp.experts."

@@ -17,6 +17,8 @@ from marlin_convert.kernels.fused_moe import Experts, Routing, contiguous_expert
 from marlin_convert.kernels.gemm_call import Matrix
 from marlin_convert.kernels.reference import ReferenceProvider
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[1] / "gpu" / "make_native_moe_io.py"
 EXPERTS = "language_model.model.layers.1.mlp.experts."
 TOLERANCE = 1e-2

@@ -48,10 +48,10 @@ def padding_bytes(tp: int, ep: int) -> int:
     return 60 * (384 // ep) * missing * per_channel
 
 
-def test_the_stand_in_is_the_published_model(standin: Source) -> None:
-    assert len(standin.tensors) == TENSORS
-    assert standin.payload_bytes == PAYLOAD
-    assert len(standin.headers) == 64
+def test_the_stand_in_is_the_published_model(full_size: Source) -> None:
+    assert len(full_size.tensors) == TENSORS
+    assert full_size.payload_bytes == PAYLOAD
+    assert len(full_size.headers) == 64
 
 
 @pytest.mark.parametrize(("tp", "ep"), TOPOLOGIES)
