@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from checkpoints.names import Tensor
-from marlin_convert.checkpoint.source import Source, SourceTensor
+from marlin_convert.checkpoint.index import SourceTensor
+from marlin_convert.checkpoint.source import Source
 from marlin_convert.errors import SourceError, UsageError
 from marlin_convert.planning.output import Options, plan_output
 
