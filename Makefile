@@ -10,7 +10,7 @@ DEMO ?= demo
 # some tests wait for servers, so one process more than cores is worth it
 PARALLEL ?= -n $(shell expr $$(nproc) + 1) --dist worksteal
 
-.PHONY: demo lint test test-fast mutants wheel clean
+.PHONY: demo lint test test-fast mutants schemas wheel clean
 
 $(BIN)/marlin-convert: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -50,6 +50,9 @@ test: $(VENV)/.test
 
 mutants: $(VENV)/.test
 	$(BIN)/python tests/mutants/run.py
+
+schemas: $(BIN)/marlin-convert
+	$(BIN)/python -m marlin_convert.documents.schemas --write schemas
 
 wheel: $(VENV)/.test
 	$(BIN)/python -m build --quiet

@@ -1,0 +1,133 @@
+"""schemas/*.schema.json, made from the definitions of the documents.
+
+    python -m marlin_convert.documents.schemas --write schemas
+
+Objects are open: a later release may add keys. A key that may be left out is not required, and is never null.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import msgspec
+
+from marlin_convert.documents.engine_files import Index, QuantizationConfig
+from marlin_convert.documents.manifest import Manifest
+from marlin_convert.documents.provenance import Provenance
+from marlin_convert.documents.records import DownloadRecord, FinishedUnit, Job, Record
+
+Schema = dict[str, Any]
+#: columns of a schema file
+WIDTH = 110
+#: the two places of config.json in which a quantization_config may stand, and only one of them
+_REPLACED = {"properties": {"quantization_config": {"$ref": "#/$defs/QuantizationConfig"}}}
+_HAS = {"required": ["quantization_config"]}
+CONFIG: Schema = {
+    "type": "object",
+    "required": ["architectures"],
+    "properties": {
+        "architectures": {
+            "type": "array",
+            "items": {"type": "string", "minLength": 1},
+            "minItems": 1,
+            "description": "as in the source",
+        }
+    },
+    "oneOf": [
+        {
+            "required": ["text_config"],
+            "properties": {"text_config": {"type": "object"} | _HAS | _REPLACED},
+            "not": _HAS,
+        },
+        _HAS | {"properties": _REPLACED["properties"] | {"text_config": {"not": _HAS}}},
+    ],
+}
+
+
+class Page(NamedTuple):
+    """One schema file: its title, the documents it is for, more definitions, and what no type can say."""
+
+    title: str
+    documents: Sequence[type] = ()
+    definitions: Sequence[type] = ()
+    more: Mapping[str, Any] = MappingProxyType({})
+
+
+PAGES = {
+    "config": Page(
+        "config.json of a converted folder: the source's, but for quantization_config",
+        definitions=[QuantizationConfig],
+        more=CONFIG,
+    ),
+    "download-record": Page(".marlin-convert-source.json in a folder that download filled", [DownloadRecord]),
+    "index": Page("model.safetensors.index.json of a rank or of common/", [Index]),
+    "manifest": Page("manifest.json of a converted folder", [Manifest]),
+    "provenance": Page("provenance.json: who, when, how fast; never compared", [Provenance]),
+    "record": Page("What OUT/.work holds until the conversion is done", [Job, Record], [FinishedUnit]),
+}
+
+
+def schema(name: str) -> Schema:
+    """A schema by the name of its file, without `.schema.json`."""
+    page = PAGES[name]
+    kinds = [*page.documents, *page.definitions]
+    (*whole,), definitions = msgspec.json.schema_components(kinds, ref_template="#/$defs/{name}")
+    for definition in definitions.values():
+        for value in definition.get("properties", {}).values():
+            _not_null_where_left_out(value)
+    made: Schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": f"{name}.schema.json",
+    }
+    if len(page.documents) == 1:
+        made |= definitions.pop(page.documents[0].__name__)
+    elif page.documents:
+        made["oneOf"] = whole[: len(page.documents)]
+    made |= {"title": page.title, **page.more}
+    return made | ({"$defs": definitions} if definitions else {})
+
+
+def _not_null_where_left_out(value: Schema) -> None:
+    """None as the default of a field stands for a key that is not written: the schema has its other type."""
+    if value.get("default", ...) is None:
+        del value["default"]
+        (kind,) = [kind for kind in value.pop("anyOf") if kind != {"type": "null"}]
+        value |= kind
+
+
+def files() -> dict[str, bytes]:
+    """All schema files and what is in them."""
+    return {f"{name}.schema.json": f"{_text(schema(name))}\n".encode("ascii") for name in PAGES}
+
+
+def _text(value: Any, margin: str = "") -> str:
+    """JSON for people: what fits into a line stands in one."""
+    line = json.dumps(value)
+    if len(margin + line) <= WIDTH or not isinstance(value, (dict, list)):
+        return line
+    inner = margin + "  "
+    if isinstance(value, dict):
+        parts = [f"{json.dumps(key)}: {_text(each, inner)}" for key, each in value.items()]
+    else:
+        parts = [_text(each, inner) for each in value]
+    lines = f",\n{inner}".join(parts)
+    begin, end = "{}" if isinstance(value, dict) else "[]"
+    return f"{begin}\n{inner}{lines}\n{margin}{end}"
+
+
+def main() -> None:
+    """Write the files."""
+    parser = argparse.ArgumentParser(description="Write the JSON Schemas of all documents.")
+    parser.add_argument("--write", metavar="FOLDER", type=Path, required=True)
+    folder = parser.parse_args().write
+    for name, data in files().items():
+        (folder / name).write_bytes(data)
+
+
+if __name__ == "__main__":
+    main()
