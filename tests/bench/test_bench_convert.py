@@ -6,27 +6,28 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
+from msgspec import Struct
 
+from any_document import plain
 from checkpoints import make_small
 from marlin_convert.bench.conversion import VARIANTS, bench_conversion, tell_check_apart
 from marlin_convert.bench.layout import SHAPES, bench_layout
 from marlin_convert.bench.synthetic import config, make_layers
 from marlin_convert.checkpoint.source import open_source
+from marlin_convert.documents.bench import ConversionVariant
+from marlin_convert.documents.provenance import Stage
 from marlin_convert.errors import MachineError
 from marlin_convert.planning.output import Options, plan_output
 
 SCHEMAS = Path(__file__).parents[2] / "schemas"
 
 
-def valid(name: str, document: Any) -> None:
+def valid(name: str, document: Struct) -> None:
     """Raise where a document is not as its schema says."""
-    Draft202012Validator(json.loads((SCHEMAS / f"{name}.schema.json").read_text())).validate(
-        json.loads(json.dumps(document))
-    )
+    Draft202012Validator(json.loads((SCHEMAS / f"{name}.schema.json").read_text())).validate(plain(document))
 
 
 @pytest.mark.slow
@@ -47,41 +48,36 @@ def test_convert_against_cp(tmp_path: Path) -> None:
         say=said.append,
     )
     valid("bench-convert", report)
-    assert [variant["name"] for variant in report["variants"]] == [
+    assert [variant.name for variant in report.variants] == [
         "cp",
         *(variant.name for variant in VARIANTS),
     ]
-    assert report["bytes"] == sum(path.stat().st_size for path in (tmp_path / "source").iterdir())
-    assert all(len(variant["seconds"]) == 2 for variant in report["variants"])
-    for variant in report["variants"][1:]:
-        assert all(work["bytes"] > 0 for work in variant["stages"].values())
-        assert variant["stages"].keys() == {"read", "repack", "hash", "write"} | (
-            {"check"} if "exact" in variant["name"] else set()
+    assert report.bytes == sum(path.stat().st_size for path in (tmp_path / "source").iterdir())
+    assert all(len(variant.seconds) == 2 for variant in report.variants)
+    for variant in report.variants[1:]:
+        assert variant.stages is not None
+        assert variant.peak_anonymous is not None
+        assert all(work.bytes > 0 for work in variant.stages.values())
+        assert variant.stages.keys() == {"read", "repack", "hash", "write"} | (
+            {"check"} if "exact" in variant.name else set()
         )
-        assert variant["peak_anonymous"] > 10 << 20
+        assert variant.peak_anonymous > 10 << 20
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
 def test_the_check_is_what_repacking_takes_longer() -> None:
-    def entry(name: str, seconds: float) -> dict[str, Any]:
-        return {"name": name, "stages": {"repack": {"seconds": seconds, "bytes": 7}}}
+    def variants(**seconds: float) -> dict[str, ConversionVariant]:
+        return {
+            name: ConversionVariant(name, 1, 1, 1, (1,), 1, 1, stages={"repack": Stage(each, 7)})
+            for name, each in seconds.items()
+        }
 
-    entries = {
-        name: entry(name, seconds)
-        for name, seconds in (("cp", 0), ("none", 2), ("exact", 3.5), ("exact, ordinary I/O", 9))
-    }
-    tell_check_apart(entries)
-    assert entries["exact"]["stages"] == {
-        "repack": {"seconds": 2, "bytes": 7},
-        "check": {"seconds": 1.5, "bytes": 7},
-    }
-    assert entries["exact, ordinary I/O"]["stages"] == {"repack": {"seconds": 9, "bytes": 7}}
-    entries = {name: entry(name, seconds) for name, seconds in (("none", 2), ("exact", 1.5))}  # noise
-    tell_check_apart(entries)
-    assert entries["exact"]["stages"] == {
-        "repack": {"seconds": 1.5, "bytes": 7},
-        "check": {"seconds": 0, "bytes": 7},
-    }
+    ordinary = "exact, ordinary I/O"
+    told = tell_check_apart(variants(cp=0, none=2, exact=3.5, **{ordinary: 9}))
+    assert told["exact"].stages == {"repack": Stage(2, 7), "check": Stage(1.5, 7)}
+    assert told[ordinary].stages == {"repack": Stage(9, 7)}
+    told = tell_check_apart(variants(none=2, exact=1.5))  # noise
+    assert told["exact"].stages == {"repack": Stage(1.5, 7), "check": Stage(0, 7)}
 
 
 def test_a_conversion_that_fails_is_no_measurement(tmp_path: Path) -> None:
@@ -106,8 +102,8 @@ def test_a_conversion_that_fails_is_no_measurement(tmp_path: Path) -> None:
 def test_layout() -> None:
     report = bench_layout(1)
     valid("bench-layout", report)
-    assert {row["shape"] for row in report["rows"]} == set(SHAPES)
-    assert len(report["rows"]) == 4 * (7 + 8)  # a batch is only streamed
+    assert {row.shape for row in report.rows} == set(SHAPES)
+    assert len(report.rows) == 4 * (7 + 8)  # a batch is only streamed
 
 
 def test_the_checkpoint_of_the_bench_is_one(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 import torch
 
+from any_document import plain
 from checkpoints import make_small
 from marlin_convert.bench.kernel import bench_kernel
 from marlin_convert.bench.loaded_layer import load_layer
@@ -59,20 +60,20 @@ def test_loaded_layer(outs: dict[int, Path]) -> None:
 @pytest.mark.parametrize("ep", [1, 2])
 def test_report(outs: dict[int, Path], ep: int) -> None:
     report = bench_kernel(outs[ep], layer=1, rank=1, tokens=(1, 9), rounds=1, device="cpu")
-    jsonschema.validate(report, SCHEMA)
-    assert [(row["tokens"], row["routing"], row["use_atomic_add"]) for row in report["rows"]] == [
+    jsonschema.validate(plain(report), SCHEMA)
+    assert [(row.tokens, row.routing, row.use_atomic_add) for row in report.rows] == [
         (tokens, routing, atomic)
         for tokens in (1, 9)
         for routing in ("uniform", "skewed")
         for atomic in (False, True)
     ]
-    for row in report["rows"]:
-        assert row["experts_hit"] <= report["local_experts"] == 8 // ep
-        assert row["bytes"] == row["experts_hit"] * report["expert_bytes"]
-        assert row["error"] == 0
+    for row in report.rows:
+        assert row.experts_hit <= report.local_experts == 8 // ep
+        assert row.bytes == row.experts_hit * report.expert_bytes
+        assert row.error == 0
     if ep == 1:
-        assert report["rows"][0]["experts_hit"] == 4
-    assert any("times mean nothing" in note for note in report["notes"])
+        assert report.rows[0].experts_hit == 4
+    assert any("times mean nothing" in note for note in report.notes)
 
 
 def test_on_the_command_line(outs: dict[int, Path], command: Command, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import jsonschema
 import pytest
 import torch
 
+from any_document import plain
 from checkpoints import Checkpoint
 from marlin_convert.checks.kernel.results import KernelReport
 from marlin_convert.checks.kernel.verify_kernel import verify_kernel
@@ -198,15 +199,16 @@ def test_the_reference_is_no_gpu_provider(converted: Converted) -> None:
 
 
 def test_report(converted: Converted, small: Checkpoint, tmp_path: Path) -> None:
-    good = check(converted(2), small, tokens=(1,)).as_json()
+    good = plain(check(converted(2), small, tokens=(1,)).document())
     jsonschema.validate(good, SCHEMA)
     assert len(good["experts"]) == 16
     out = shutil.copytree(converted(2), tmp_path / "out")
     plant(out, "missing -8", LAYER, 0, 3, "w2")
-    bad = check(out, small, tokens=(1,)).as_json()
+    bad = plain(check(out, small, tokens=(1,)).document())
     jsonschema.validate(bad, SCHEMA)
     assert not bad["ok"]
-    jsonschema.validate(check(out, small, sample=1, tokens=(1,)).as_json(every_expert=False), SCHEMA)
+    short = check(out, small, sample=1, tokens=(1,)).document(every_expert=False)
+    jsonschema.validate(plain(short), SCHEMA)
 
 
 def test_on_the_command_line(

@@ -16,16 +16,19 @@ from pathlib import Path
 import jsonschema
 import pytest
 import torch
+from msgspec.structs import replace
 
+from any_document import plain
 from marlin_convert import doctor
-from marlin_convert.doctor import Answer, examine, place
-from marlin_convert.doctor.gpu import Torch, advice
+from marlin_convert.doctor import examine, place
+from marlin_convert.doctor.gpu import advice
+from marlin_convert.documents.doctor import Answer, Driver, DriverGpu, ProviderReport, Torch, TorchGpu
 from marlin_convert.extras import installed
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "schemas" / "doctor.schema.json").read_text())
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 NO_TORCH = Torch(None, None, (), "torch is not installed")
-H200 = {"name": "NVIDIA H200", "capability": "9.0", "memory_bytes": 150 * 10**9, "multiprocessors": 132}
+H200 = TorchGpu("NVIDIA H200", "9.0", 150 * 10**9, 132)
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -111,8 +114,8 @@ def test_no_place_for_compiled_code(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         lambda name: fake if name == "marlin_convert.layout.qweight" else real(name),
     )
     found = examine(tmp_path)
-    assert not found.numba_cache["writable"]
-    assert "NUMBA_CACHE_DIR" in found.numba_cache["reason"]
+    assert not found.numba_cache.writable
+    assert "NUMBA_CACHE_DIR" in found.numba_cache.reason
     assert found.conversion.ok
 
 
@@ -136,13 +139,8 @@ def test_torch_is_not_imported_unless_installed() -> None:
 @pytest.mark.usefixtures("smi")
 def test_a_driver_but_no_torch_for_it(tmp_path: Path) -> None:
     found = examine(tmp_path)
-    assert found.driver == {
-        "version": "580.159.04",
-        "cuda": "13.0",
-        "problem": "",
-        "gpus": [{"name": "NVIDIA H200", "memory_mib": 143771, "capability": "9.0"}],
-    }
-    jsonschema.validate(found.as_json(), SCHEMA)
+    assert found.driver == Driver("580.159.04", "13.0", (DriverGpu("NVIDIA H200", 143771, "9.0"),), "")
+    jsonschema.validate(plain(found), SCHEMA)
     assert not found.kernel.ok
     if torch.version.cuda is None:
         assert (
@@ -154,17 +152,13 @@ def test_a_driver_but_no_torch_for_it(tmp_path: Path) -> None:
 def gpu_machine(monkeypatch: pytest.MonkeyPatch, available: bool, capability: str = "9.0") -> None:
     """A machine with torch for CUDA 13 and a GPU, where a provider loads or not."""
     monkeypatch.setattr(
-        doctor, "find_torch", lambda: Torch("2.13.0+cu130", "13.0", (H200 | {"capability": capability},), "")
+        doctor,
+        "find_torch",
+        lambda: Torch("2.13.0+cu130", "13.0", (replace(H200, capability=capability),), ""),
     )
     reason = "" if available else "sglang is not installed"
-    provider = {
-        "name": "sglang.kernels",
-        "available": available,
-        "reason": reason,
-        "install": "x",
-        "version": None,
-    }
-    monkeypatch.setattr(doctor, "find_providers", lambda found: [provider])
+    provider = ProviderReport("sglang.kernels", available, reason, "x", None)
+    monkeypatch.setattr(doctor, "find_providers", lambda found: (provider,))
 
 
 @pytest.mark.usefixtures("smi")
@@ -212,6 +206,6 @@ def test_with_a_gpu_but_no_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     ],
 )
 def test_advice(torch_cuda: str | None, driver_cuda: str | None, said: str) -> None:
-    answer = advice(Torch("2.13.0", torch_cuda, (), ""), {"cuda": driver_cuda})
+    answer = advice(Torch("2.13.0", torch_cuda, (), ""), Driver(None, driver_cuda, (), ""))
     assert answer.startswith(said)
     assert bool(answer) == bool(said)

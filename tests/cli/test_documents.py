@@ -62,40 +62,6 @@ def documents(
     }
 
 
-@pytest.mark.parametrize(
-    "name", sorted(path.name.removesuffix(".schema.json") for path in SCHEMAS.glob("*.json"))
-)
-def test_schemas_are_schemas(name: str) -> None:
-    schema = json.loads((SCHEMAS / f"{name}.schema.json").read_text())
-    Draft202012Validator.check_schema(schema)
-    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
-    assert schema["title"]
-
-
-def keys_without_words(schema: Any, path: str = "") -> Iterator[str]:
-    """Properties that nothing is said about."""
-    if isinstance(schema, dict):
-        for key, value in (
-            (schema.get("properties") or {}).items() if isinstance(schema.get("properties"), dict) else ()
-        ):
-            if not (
-                set(value) & {"description", "$ref", "const", "maxItems", "minItems"}
-                or "properties" in value
-                or "not" in value
-            ):
-                yield f"{path}/{key}"
-        for key, value in schema.items():
-            yield from keys_without_words(value, f"{path}/{key}")
-    elif isinstance(schema, list):
-        for i, value in enumerate(schema):
-            yield from keys_without_words(value, f"{path}/{i}")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_key_is_described(name: str) -> None:
-    assert list(keys_without_words(json.loads((SCHEMAS / f"{name}.schema.json").read_text()))) == []
-
-
 @pytest.mark.parametrize("name", [*NAMES, "record of a unit"])
 def test_documents_are_valid(documents: dict[str, Any], name: str) -> None:
     assert problems(name.partition(" ")[0], documents[name]) == []
@@ -107,6 +73,20 @@ def test_unit_in_a_record_is_valid(documents: dict[str, Any]) -> None:
     assert len(unit["experts"]) in (0, 8)
     del unit["source"]
     assert problems("record", unit, "FinishedUnit") == [": 'source' is a required property"]
+
+
+def test_what_inspect_prints_is_valid(tiny_tp2: Path, command: Command) -> None:
+    """Of a folder, a file, a tensor of numbers and one of codes."""
+    layer = tiny_tp2 / "rank-01-of-02" / "layer-001.safetensors"
+    names = [entry[0] for entry in trees.read_shard(layer).entries]
+    packed = next(name for name in names if name.endswith("w2_weight_packed"))
+    asked = [(tiny_tp2,), (layer,), (layer, "--tensor", names[0]), (tiny_tp2, "--tensor", packed)]
+    found = [json.loads(command("inspect", *arguments, "--json")[1]) for arguments in asked]
+    assert [problems("inspect", each) for each in found] == [[], [], [], []]
+    for each in found:
+        for key in each:
+            if key not in ("minimum", "maximum", "zeros", "not finite", "first", "codes"):
+                assert problems("inspect", {k: v for k, v in each.items() if k != key}) != []
 
 
 @pytest.mark.parametrize("form", ["k26", "k2-thinking"])

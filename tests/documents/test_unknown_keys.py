@@ -55,7 +55,7 @@ def test_in_every_object_of_the_manifest(copied: Path, tiny: Checkpoint) -> None
     with open_shards(copied, 1) as shards, open_shards(copied, None) as common:
         assert all(shards[name].size for name in (*shards.names(), *shards.fused_names()))
         assert all(common[name].size for name in common.names())
-    assert describe_folder(copied)["tp"] == 2
+    assert describe_folder(copied).tp == 2
     done = convert(str(tiny.folder), copied, tp=2)
     assert (done.made, done.found) == (0, len(before.units))
 
@@ -95,7 +95,7 @@ def test_but_not_where_keys_are_data(copied: Path) -> None:
 def test_in_what_a_run_continues_from(
     tiny: Checkpoint, tiny_tp2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from marlin_convert.pipeline import convert as running
+    from marlin_convert.pipeline import run as running
 
     def killed(*_: object, **__: object) -> None:
         raise KeyboardInterrupt

@@ -22,6 +22,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "convert"), str(ROOT / "tests" / "support")]
 
@@ -107,10 +109,12 @@ def main() -> None:
 def doctor() -> dict[str, Any]:
     """What the machine is, with the kernel run once."""
     from marlin_convert.doctor import examine
+    from marlin_convert.documents.codec import write
 
     found = examine(kernel=True)
     say(f"kernel check: {found.kernel.reason}")
-    return {"as_expected": found.kernel.ok and found.verification.ok} | found.as_json()
+    document: dict[str, Any] = json.loads(write(found))
+    return {"as_expected": found.kernel.ok and found.verification.ok} | document
 
 
 def compile_all(place: Path) -> dict[str, Any]:
@@ -167,6 +171,7 @@ def kernel(out: Path, source: Path) -> dict[str, Any]:
     import torch
 
     from marlin_convert.checks.kernel.verify_kernel import verify_kernel
+    from marlin_convert.documents.codec import write
 
     torch.cuda.reset_peak_memory_stats()
     begin = time.monotonic()
@@ -194,7 +199,7 @@ def kernel(out: Path, source: Path) -> dict[str, Any]:
         "least_relative_error": min(errors),
         "matrices": len(errors),
         "gpu_peak_bytes": torch.cuda.max_memory_allocated(),
-        "report": report.as_json(every_expert=False),
+        "report": json.loads(write(report.document(every_expert=False))),
     }
 
 
@@ -218,7 +223,7 @@ def still_wrong(out: Path, source: Path, rank: int, expert: int) -> dict[str, An
 
     report = verify_kernel(out, str(source), ranks=[rank], tokens=())
     places = [(finding.layer, finding.rank, finding.expert) for finding in report.findings]
-    wrong = [asdict(verdict) for verdict in report.verdicts if not verdict.ok]
+    wrong = [msgspec.structs.asdict(verdict) for verdict in report.verdicts if not verdict.ok]
     for finding in report.findings:
         say(f"  {finding}")
     return {
@@ -242,10 +247,12 @@ def bench(out: Path) -> dict[str, Any]:
     """`bench kernel` of rank 0, as the command line prints it."""
     from marlin_convert.bench.kernel import bench_kernel
     from marlin_convert.cli.bench_kernel import show
+    from marlin_convert.documents.codec import write
 
     report = bench_kernel(out, layer=LAYER, rank=0)
     show(report)
-    return report
+    measured: dict[str, Any] = json.loads(write(report))
+    return measured
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import torch
 
 from checkpoints import make_layers
 from marlin_convert.bench.load import bench_load
+from marlin_convert.documents.codec import write
 from marlin_convert.engines import mapped as mapped_module
 from marlin_convert.engines import ring as ring_module
 from marlin_convert.engines.ring import PinnedRing
@@ -135,16 +136,16 @@ def test_parts_that_the_compiled_loop_cannot_read(converted: Path) -> None:
 
 def test_bench_load_keeps_to_its_schema(converted: Path) -> None:
     report = bench_load(converted, None, rank=0, rounds=2, threads=2, say=lambda text: None)
-    assert {(row["name"], row["temperature"]) for row in report["rows"]} == {
+    assert {(row.name, row.temperature) for row in report.rows} == {
         ("ours, auto", "warm"),
         ("ours, mapped", "warm"),
         ("ours, auto", "cold"),
         ("ours, ring", "cold"),
         ("ours, mapped", "cold"),
     }
-    assert all(len(row["all"]) == 2 and row["of_limit"] > 0 for row in report["rows"])
+    assert all(len(row.all) == 2 and (row.of_limit or 0) > 0 for row in report.rows)
     jsonschema = pytest.importorskip("jsonschema")
     jsonschema.validate(
-        json.loads(json.dumps(report)),
+        json.loads(write(report)),
         json.loads((Path(__file__).parents[2] / "schemas" / "bench-load.schema.json").read_text()),
     )

@@ -7,9 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from hub.proxy import Answer, Request
 from hub.setting import Done, Published, differences
+from marlin_convert.checkpoint.store import RECORD
+from marlin_convert.documents.schemas import schema
 
 pytestmark = pytest.mark.slow
 
@@ -50,6 +53,9 @@ def test_patterns(run: Run, published: Published, tmp_path: Path) -> None:
         path.name for path in published.folder.glob("*.json") if not path.name.startswith("tokenizer")
     }
     assert listed["revision"] == published.commit
+    Draft202012Validator(schema("download")).validate(listed)
+    record = json.loads((tmp_path / "some" / RECORD).read_bytes())
+    Draft202012Validator(schema("download-record")).validate(record)
     assert run("download", published.repo, tmp_path / "none", "--include", "nothing").code == 3
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from any_document import plain
 from checkpoints import FULL, make_config
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.models.family import parse_config, rules_digest
@@ -193,12 +194,12 @@ def test_bytes_add_up(sparse: Sparse) -> None:
 def test_report(sparse: Sparse) -> None:
     source = sparse(moe_intermediate=256)
     report = plan(str(source.folder), tp=8)
-    document = report.as_json()
+    document = plain(report.document())
     assert document["padding"] == {"moe_intermediate": 32, "padded": 64}
     assert (document["tp"], document["ep"], document["moe_tp"]) == (8, 1, 8)
     assert document["source"]["tensors"] == len(source.tensors)
     assert document["source"]["payload_bytes"] == source.payload_bytes
-    assert plan(str(source.folder), tp=4).as_json()["padding"] is None
+    assert plan(str(source.folder), tp=4).document().padding is None
     layer = document["units"][1]
     rules = {tensor["name"].split(".layers.1.")[-1]: tensor["rule"] for tensor in layer["tensors"]}
     assert rules["mlp.experts.w2_weight_scale"] == "experts"

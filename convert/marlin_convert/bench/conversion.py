@@ -4,7 +4,6 @@ sides, rounds interleaved.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
@@ -14,14 +13,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+
+from msgspec.structs import replace
 
 from marlin_convert.bench.cold import evict, resident
 from marlin_convert.bench.synthetic import make_layers
+from marlin_convert.documents.bench import (
+    ConversionBench,
+    ConversionMachine,
+    ConversionSettings,
+    ConversionVariant,
+)
+from marlin_convert.documents.codec import read
+from marlin_convert.documents.provenance import Stage
+from marlin_convert.documents.results import ConvertResult
 from marlin_convert.errors import MachineError
 from marlin_convert.storage.files import file_system_of
 
@@ -32,6 +41,16 @@ class Variant:
 
     name: str
     arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What one run took; of `cp` only the seconds."""
+
+    seconds: float
+    wall: float = 0.0
+    peak_anonymous: int = 0
+    stages: Mapping[str, Stage] = field(default_factory=dict)
 
 
 VARIANTS = (
@@ -55,7 +74,7 @@ def bench_conversion(
     variants: Sequence[str],
     source: Path | None,
     say: Callable[[str], None],
-) -> dict[str, Any]:
+) -> ConversionBench:
     """Run all variants and `cp` in turn, `rounds` times; needs about twice the checkpoint's size in `folder`.
     Returns the report.
     """
@@ -81,14 +100,10 @@ def bench_conversion(
         ]
         say("one run to compile and warm up")
         _convert(source, place / "out", [*extra, *chosen[0].arguments])
-        runs: dict[str, list[dict[str, Any]]] = {
-            name: [] for name in ["cp", *(variant.name for variant in chosen)]
-        }
+        runs: dict[str, list[_Run]] = {name: [] for name in ["cp", *(variant.name for variant in chosen)]}
         for number in range(rounds):
             # each starts from the same state: source out of the cache, no output there
-            steps: list[tuple[str, Callable[[], dict[str, Any]]]] = [
-                ("cp", partial(_copy, files, place / "copy"))
-            ]
+            steps: list[tuple[str, Callable[[], _Run]]] = [("cp", partial(_copy, files, place / "copy"))]
             steps += [
                 (v.name, partial(_convert, source, place / "out", [*extra, *v.arguments])) for v in chosen
             ]
@@ -101,12 +116,10 @@ def bench_conversion(
                 result = run()
                 runs[name].append(result)
                 say(
-                    f"round {number + 1} of {rounds}: {name} {result['seconds']:.2f} s,"
-                    f" {size / result['seconds'] / 1e9:.2f} GB/s"
+                    f"round {number + 1} of {rounds}: {name} {result.seconds:.2f} s,"
+                    f" {size / result.seconds / 1e9:.2f} GB/s"
                 )
-        return _report(
-            size, runs, {"layers": layers, "experts": experts, "rounds": rounds, "tp": tp, "ep": ep}
-        )
+        return _report(size, runs, ConversionSettings(layers, experts, rounds, tp, ep))
     finally:
         shutil.rmtree(place, ignore_errors=True)
 
@@ -120,7 +133,7 @@ def _make_cold(files: Sequence[Path]) -> None:
         )
 
 
-def _copy(files: Sequence[Path], target: Path) -> dict[str, Any]:
+def _copy(files: Sequence[Path], target: Path) -> _Run:
     target.mkdir()
     begin = time.perf_counter()
     subprocess.run(["cp", "--reflink=never", "--sparse=never", *map(str, files), str(target)], check=True)
@@ -131,10 +144,10 @@ def _copy(files: Sequence[Path], target: Path) -> dict[str, Any]:
     seconds = time.perf_counter() - begin
     shutil.rmtree(target)
     os.sync()
-    return {"seconds": seconds}
+    return _Run(seconds)
 
 
-def _convert(source: Path, out: Path, arguments: Sequence[str]) -> dict[str, Any]:
+def _convert(source: Path, out: Path, arguments: Sequence[str]) -> _Run:
     """Convert in a process of its own; its own clock (without interpreter start-up), its peak anonymous
     memory, its stages.
     """
@@ -153,10 +166,10 @@ def _convert(source: Path, out: Path, arguments: Sequence[str]) -> dict[str, Any
                 f" {errors.decode(errors='replace').strip()[-500:]}"
             )
         output.seek(0)
-        report = json.load(output)
+        report = read(output.read(), ConvertResult, "convert --json printed something else")
     shutil.rmtree(out)
     os.sync()
-    return {"seconds": report["seconds"], "wall": wall, "peak_anonymous": memory, "stages": report["stages"]}
+    return _Run(report.seconds, wall, memory, report.stages)
 
 
 class _PeakMemory:
@@ -199,51 +212,51 @@ def _anonymous(pid: int) -> int:
     return 0
 
 
-def _report(size: int, runs: Mapping[str, list[dict[str, Any]]], settings: dict[str, int]) -> dict[str, Any]:
-    copy = statistics.median(run["seconds"] for run in runs["cp"])
-    variants = []
-    for name, results in runs.items():
-        seconds = sorted(run["seconds"] for run in results)
-        median = statistics.median(seconds)
-        entry: dict[str, Any] = {
-            "name": name,
-            "median": median,
-            "least": seconds[0],
-            "most": seconds[-1],
-            "seconds": seconds,
-            "gb_per_s": size / median / 1e9,
-            "ratio_to_cp": median / copy,
-        }
-        if name != "cp":
-            entry["peak_anonymous"] = max(run["peak_anonymous"] for run in results)
-            entry["wall_median"] = statistics.median(run["wall"] for run in results)
-            entry["stages"] = {
-                stage: {
-                    "seconds": statistics.median(run["stages"][stage]["seconds"] for run in results),
-                    "bytes": results[0]["stages"][stage]["bytes"],
-                }
-                for stage in results[0]["stages"]
-            }
-        variants.append(entry)
-    tell_check_apart({entry["name"]: entry for entry in variants})
-    machine = {
-        "cores": os.cpu_count(),
-        "machine": platform.machine(),
-        "system": f"{platform.system()} {platform.release()}",
-    }
-    return {"bytes": size, "settings": settings, "machine": machine, "variants": variants}
+def _report(size: int, runs: Mapping[str, Sequence[_Run]], settings: ConversionSettings) -> ConversionBench:
+    copy = statistics.median(run.seconds for run in runs["cp"])
+    variants = {name: _variant(name, size, copy, results) for name, results in runs.items()}
+    machine = ConversionMachine(
+        os.cpu_count(), platform.machine(), f"{platform.system()} {platform.release()}"
+    )
+    return ConversionBench(size, settings, machine, tuple(tell_check_apart(variants).values()))
 
 
-def tell_check_apart(variants: Mapping[str, dict[str, Any]]) -> None:
+def _variant(name: str, size: int, copy: float, results: Sequence[_Run]) -> ConversionVariant:
+    seconds = sorted(run.seconds for run in results)
+    median = statistics.median(seconds)
+    variant = ConversionVariant(
+        name=name,
+        median=median,
+        least=seconds[0],
+        most=seconds[-1],
+        seconds=tuple(seconds),
+        gb_per_s=size / median / 1e9,
+        ratio_to_cp=median / copy,
+    )
+    if name == "cp":
+        return variant
+    return replace(
+        variant,
+        peak_anonymous=max(run.peak_anonymous for run in results),
+        wall_median=statistics.median(run.wall for run in results),
+        stages={
+            stage: Stage(statistics.median(run.stages[stage].seconds for run in results), work.bytes)
+            for stage, work in results[0].stages.items()
+        },
+    )
+
+
+def tell_check_apart(variants: Mapping[str, ConversionVariant]) -> dict[str, ConversionVariant]:
     """Repacking and checking are one call, piece by piece; what the check takes of it is what `repack` takes
     longer than without.
     """
-    for name, entry in variants.items():
-        if (
-            name.startswith("exact")
-            and (without := variants.get(name.replace("exact", "none", 1))) is not None
-        ):
-            both, alone = entry["stages"]["repack"], without["stages"]["repack"]
-            check = max(both["seconds"] - alone["seconds"], 0.0)
-            entry["stages"]["check"] = {"seconds": check, "bytes": both["bytes"]}
-            entry["stages"]["repack"] = {"seconds": both["seconds"] - check, "bytes": both["bytes"]}
+    told = dict(variants)
+    for name, variant in variants.items():
+        without = variants.get(name.replace("exact", "none", 1)) if name.startswith("exact") else None
+        if without is None or variant.stages is None or without.stages is None:
+            continue
+        both, alone = variant.stages["repack"], without.stages["repack"]
+        check = Stage(max(both.seconds - alone.seconds, 0.0), both.bytes)
+        repack = Stage(both.seconds - check.seconds, both.bytes)
+        told[name] = replace(variant, stages=variant.stages | {"check": check, "repack": repack})
+    return told

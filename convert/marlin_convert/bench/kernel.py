@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from marlin_convert.bench.loaded_layer import LoadedLayer, load_layer
 from marlin_convert.bench.timing import Timer
+from marlin_convert.documents.bench import KernelBench, KernelRow
 from marlin_convert.errors import MachineError
 from marlin_convert.extras import package_version
 from marlin_convert.kernels.fused_moe import Routing, align, choose_block_size, fused_moe, make_workspace
@@ -32,35 +32,6 @@ ROUTINGS = ("uniform", "skewed")
 L2_TIMES = 4
 MAX_CALLS = 64
 MIN_CALLS = 8
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table; times in milliseconds, medians. `experts_hit` and `bytes` are means over the
-    calls.
-
-    `w13_ms` and `w2_ms` are the kernel alone with the alignment given; `fused_ms` is w13, silu, w2 and the
-    sum over experts, `whole_ms` that and the alignment, all around the kernel in plain torch.
-    `bandwidth_share` is the floor over w13 and w2 together. `error` is the relative difference of the fused
-    result from that of the repeatable flags.
-    """
-
-    tokens: int
-    routing: str
-    use_atomic_add: bool
-    block_size: int
-    calls: int
-    experts_hit: float
-    bytes: float
-    floor_ms: float
-    w13_ms: float
-    w2_ms: float
-    fused_ms: float
-    whole_ms: float
-    spread: float
-    bandwidth_share: float
-    tokens_per_second: float
-    error: float
 
 
 @dataclass(frozen=True)
@@ -83,8 +54,8 @@ def bench_kernel(
     device: str = "cuda",
     provider: str | None = None,
     say: Callable[[str], None] = lambda text: None,
-) -> dict[str, Any]:
-    """Time a converted layer of a rank. Returns the report; its schema is schemas/bench-kernel.schema.json.
+) -> KernelBench:
+    """Time a converted layer of a rank. Returns the report.
 
     Raises UsageError for what is not in `out` and for a layout that the kernel does not read, MachineError
     where no kernel loads or memory does not suffice.
@@ -110,7 +81,7 @@ class _Bench:
         self._l2 = 0 if gpu is None else int(gpu.L2_cache_size)
         self._generator = torch.Generator().manual_seed(1)
 
-    def report(self, tokens: Sequence[int], say: Callable[[str], None]) -> dict[str, Any]:
+    def report(self, tokens: Sequence[int], say: Callable[[str], None]) -> KernelBench:
         """All rows and what they were measured with."""
         bandwidth = self._timer.memory_bandwidth()
         rows = []
@@ -119,28 +90,28 @@ class _Bench:
                 say(f"{count} tokens, {routing} routing")
                 rows += self._rows(count, routing, bandwidth.median)
         layer, manifest = self._layer, self._layer.manifest
-        return {
-            "layer": layer.layer,
-            "rank": layer.rank,
-            "tp": manifest.tp,
-            "ep": manifest.ep,
-            "experts": layer.num_experts,
-            "local_experts": len(layer.owned),
-            "top_k": layer.top_k,
-            "hidden": self._experts.w13.size_k,
-            "intermediate": self._experts.w2.size_k,
-            "group_size": manifest.group_size,
-            "expert_bytes": layer.expert_bytes,
-            "rounds": self._timer.rounds,
-            "memory_bandwidth": bandwidth.median,
-            "memory_bandwidth_spread": bandwidth.spread,
-            "l2_bytes": self._l2,
-            "environment": self._environment(),
-            "notes": self._notes(),
-            "rows": [asdict(row) for row in rows],
-        }
+        return KernelBench(
+            layer=layer.layer,
+            rank=layer.rank,
+            tp=manifest.tp,
+            ep=manifest.ep,
+            experts=layer.num_experts,
+            local_experts=len(layer.owned),
+            top_k=layer.top_k,
+            hidden=self._experts.w13.size_k,
+            intermediate=self._experts.w2.size_k,
+            group_size=manifest.group_size,
+            expert_bytes=layer.expert_bytes,
+            rounds=self._timer.rounds,
+            memory_bandwidth=bandwidth.median,
+            memory_bandwidth_spread=bandwidth.spread,
+            l2_bytes=self._l2,
+            environment=self._environment(),
+            notes=tuple(self._notes()),
+            rows=tuple(rows),
+        )
 
-    def _rows(self, tokens: int, routing: str, bandwidth: float) -> list[Row]:
+    def _rows(self, tokens: int, routing: str, bandwidth: float) -> list[KernelRow]:
         layer = self._layer
         block_size = choose_block_size(tokens, layer.top_k, layer.num_experts)
         calls, hit = self._calls(tokens, routing, block_size)
@@ -159,7 +130,7 @@ class _Bench:
             error = float((result - repeatable).norm() / repeatable.norm().clamp_min(1e-30))
             kernel = w13.median + w2.median
             rows.append(
-                Row(
+                KernelRow(
                     tokens=tokens,
                     routing=routing,
                     use_atomic_add=atomic,
@@ -244,10 +215,10 @@ class _Bench:
             self._provider, call.x, self._experts, routing, workspace=self._workspace, flags=flags
         )
 
-    def _environment(self) -> dict[str, Any]:
-        found: dict[str, Any] = {
+    def _environment(self) -> dict[str, str | None]:
+        found: dict[str, str | None] = {
             "provider": self._provider.name,
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "device": self._device.type,
             "gpu": None,
             "cuda": None,

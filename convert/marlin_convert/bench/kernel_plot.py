@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from marlin_convert.documents.bench import KernelBench
 from marlin_convert.errors import MachineError
 
 
-def plot(report: dict[str, Any], path: str) -> None:
+def plot(report: KernelBench, path: str) -> None:
     """Draw times over the floor for each token count. Raises MachineError where matplotlib is missing."""
     try:
         import matplotlib as mpl
@@ -16,27 +15,27 @@ def plot(report: dict[str, Any], path: str) -> None:
         from matplotlib import pyplot
     except ImportError as error:
         raise MachineError("--plot needs matplotlib: pip install '.[report]'") from error
-    routings = tuple(dict.fromkeys(row["routing"] for row in report["rows"]))
+    routings = tuple(dict.fromkeys(row.routing for row in report.rows))
     figure, axes = pyplot.subplots(1, len(routings), figsize=(11, 4.5), sharey=True)
     for axis, routing in zip(axes, routings, strict=True):
-        rows = [row for row in report["rows"] if row["routing"] == routing and not row["use_atomic_add"]]
-        counts = [row["tokens"] for row in rows]
+        rows = [row for row in report.rows if row.routing == routing and not row.use_atomic_add]
+        counts = [row.tokens for row in rows]
         for key, label, style in (
             ("floor_ms", "floor: weights over memory bandwidth", "k--"),
             ("w13_ms", "w13", "o-"),
             ("w2_ms", "w2", "s-"),
             ("fused_ms", "w13, silu, w2, sum", "^-"),
         ):
-            axis.plot(counts, [row[key] for row in rows], style, label=label)
+            axis.plot(counts, [getattr(row, key) for row in rows], style, label=label)
         axis.set(xscale="log", yscale="log", xlabel="tokens", title=f"{routing} routing")
         axis.set_xticks(counts, [str(count) for count in counts])
         axis.grid(True, which="both", alpha=0.3)
     axes[0].set_ylabel("ms")
     axes[0].legend()
-    where = report["environment"]["gpu"] or "CPU model of the kernel (times mean nothing)"
+    where = report.environment["gpu"] or "CPU model of the kernel (times mean nothing)"
     what = (
-        f"layer {report['layer']}, rank {report['rank']}, tp {report['tp']}, ep {report['ep']}:"
-        f" {report['local_experts']} experts"
+        f"layer {report.layer}, rank {report.rank}, tp {report.tp}, ep {report.ep}:"
+        f" {report.local_experts} experts"
     )
     figure.suptitle(f"{what}, {where}")
     figure.tight_layout()

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from marlin_convert.documents.bench import LayoutBench, LayoutRow
 from marlin_convert.layout import marlin
 from marlin_convert.layout.batch import MarlinBatch, Move
 from marlin_convert.layout.rows import RowView
@@ -29,20 +30,20 @@ SHAPES = {
 GROUP = 32
 
 
-def bench_layout(rounds: int) -> dict[str, Any]:
+def bench_layout(rounds: int) -> LayoutBench:
     """Run each function over random bytes on one core, in the cache and streaming from memory. Returns the
     report.
     """
-    rows = [
+    rows = (
         row
         for hot in (True, False)
         for name, (n, k) in SHAPES.items()
         for row in _shape(name, n, k, rounds, hot)
-    ]
-    return {"rounds": rounds, "rows": rows}
+    )
+    return LayoutBench(rounds, tuple(rows))
 
 
-def _shape(name: str, n: int, k: int, rounds: int, hot: bool) -> list[dict[str, Any]]:
+def _shape(name: str, n: int, k: int, rounds: int, hot: bool) -> list[LayoutRow]:
     """One shape: the same matrix again and again (`hot`), or 96 MB of them one after the other."""
     count = max((96 << 20) // (n * k // 2), 1)
     rng = np.random.default_rng(0)
@@ -93,13 +94,8 @@ def _shape(name: str, n: int, k: int, rounds: int, hot: bool) -> list[dict[str, 
                 run(*calls[0 if hot else i])
             seconds.append(time.perf_counter() - begin)
         seconds = seconds[1:]
-        rates = {
-            "gb_per_s": size / statistics.median(seconds) / 1e9,
-            "best_gb_per_s": size / min(seconds) / 1e9,
-        }
-        results.append(
-            {"shape": name, "memory": "in cache" if hot else "streaming", "function": job, **rates}
-        )
+        median, best = (size / one / 1e9 for one in (statistics.median(seconds), min(seconds)))
+        results.append(LayoutRow(name, "in cache" if hot else "streaming", job, median, best))
     return results
 
 

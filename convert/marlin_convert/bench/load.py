@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -28,6 +27,7 @@ from marlin_convert.bench.load_limits import (
     warm_limits,
 )
 from marlin_convert.checkpoint.source import open_source
+from marlin_convert.documents.bench import LoadBench, LoadRow
 from marlin_convert.engines.torch_loader import DIRECT_THREADS, load_rank
 from marlin_convert.errors import MachineError
 from marlin_convert.kernels.providers import load as load_provider
@@ -57,31 +57,30 @@ class _Way:
     bytes: int = 0
     seconds: list[dict[str, float]] = field(default_factory=list)
 
-    def row(self, limit: str | None, rates: Mapping[str, float]) -> dict[str, Any]:
+    def row(self, limit: str | None, rates: Mapping[str, float]) -> LoadRow:
         """For the report: medians, and the rate as a share of the limit's."""
         warm_ups = WARM_UPS[self.temperature]
         rounds = self.seconds[warm_ups:]
         median = statistics.median(seconds["total"] for seconds in rounds)
         rate = self.bytes / median / 1e9
-        return {
-            "name": self.name,
-            "temperature": self.temperature,
-            "bytes": self.bytes,
-            "seconds": median,
-            "gb_per_s": rate,
-            "steps": {
-                step: statistics.median(seconds.get(step, 0.0) for seconds in rounds) for step in rounds[0]
-            },
-            "first": self.seconds[0] if warm_ups else None,
-            "all": [seconds["total"] for seconds in rounds],
-            "limit": limit,
-            "of_limit": None if limit is None else rate / rates[limit],
-        }
+        steps = {step: statistics.median(seconds.get(step, 0.0) for seconds in rounds) for step in rounds[0]}
+        return LoadRow(
+            name=self.name,
+            temperature=self.temperature,
+            bytes=self.bytes,
+            seconds=median,
+            gb_per_s=rate,
+            steps=steps,
+            first=self.seconds[0] if warm_ups else None,
+            all=tuple(seconds["total"] for seconds in rounds),
+            limit=limit,
+            of_limit=None if limit is None else rate / rates[limit],
+        )
 
 
 def bench_load(
     out: Path, source: str | None, *, rank: int, rounds: int, threads: int | None, say: Callable[[str], None]
-) -> dict[str, Any]:
+) -> LoadBench:
     """Load a rank each way, `rounds` times warm and cold, with the limits measured in each round. Returns the
     report.
 
@@ -119,18 +118,18 @@ def bench_load(
     if source is not None:
         for way in _engine(source, out, rank, max(rounds // 3, 1), readers):
             rows.append(way.row(None, rates))
-            say(f"{way.name}, {way.temperature}: {rows[-1]['seconds']:.3f} s")
-    return {
-        "rank": rank,
-        "tp": shards.manifest.tp,
-        "ep": shards.manifest.ep,
-        "bytes": size,
-        "threads": readers,
-        "rounds": rounds,
-        "limits": rates,
-        "limits_all": limits,
-        "rows": rows,
-    }
+            say(f"{way.name}, {way.temperature}: {rows[-1].seconds:.3f} s")
+    return LoadBench(
+        rank=rank,
+        tp=shards.manifest.tp,
+        ep=shards.manifest.ep,
+        bytes=size,
+        threads=readers,
+        rounds=rounds,
+        limits=rates,
+        limits_all={name: tuple(found) for name, found in limits.items()},
+        rows=tuple(rows),
+    )
 
 
 def _prepare(files: Sequence[Path], temperature: str) -> None:

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from marlin_convert.checkpoint.fetcher import HubFetcher
 from marlin_convert.checkpoint.hub import HubStore, open_hub
@@ -17,6 +16,7 @@ from marlin_convert.checkpoint.source import auxiliary_files, is_repository
 from marlin_convert.checkpoint.store import RECORD
 from marlin_convert.documents.codec import write
 from marlin_convert.documents.records import DownloadRecord
+from marlin_convert.documents.results import DownloadResult
 from marlin_convert.errors import MachineError, SourceError, UsageError
 from marlin_convert.progress import Progress
 from marlin_convert.storage.files import existing, machine_errors, write_atomic
@@ -34,9 +34,9 @@ class Downloaded:
     folder: Path
     files: dict[str, int]
 
-    def as_json(self) -> dict[str, Any]:
+    def document(self) -> DownloadResult:
         """For `--json`."""
-        return {"repo": self.repo, "revision": self.commit, "folder": str(self.folder), "files": self.files}
+        return DownloadResult(self.repo, self.commit, str(self.folder), self.files)
 
 
 def download(

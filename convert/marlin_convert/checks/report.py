@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any
+
+from marlin_convert.documents.checks import ReportedFinding, VerifyReport
 
 #: what a finding says where the output is what it was made to be and the source is not
 SOURCE_DAMAGED = "of the source may be damaged; fetch it again first"
@@ -58,15 +60,15 @@ class Report:
             self.proven += proven
             self.unproven += unproven
 
-    def as_json(self) -> dict[str, Any]:
-        """For `--json`; its schema is schemas/verify.schema.json."""
-        return {
-            "ok": self.ok,
-            "files": self.files,
-            "bytes": self.bytes,
-            "tensors_proven": self.proven,
-            "tensors_unproven": self.unproven,
-            "findings": [
-                asdict(finding) | {"message": str(finding)} for finding in sorted(self.findings, key=str)
-            ],
-        }
+    def document(self) -> VerifyReport:
+        """For `--json`."""
+        findings = reported(sorted(self.findings, key=str))
+        return VerifyReport(self.ok, self.files, self.bytes, self.proven, self.unproven, findings)
+
+
+def reported(findings: Iterable[Finding]) -> tuple[ReportedFinding, ...]:
+    """Findings as reports have them."""
+    return tuple(
+        ReportedFinding(each.path, each.what, each.layer, each.expert, each.projection, each.rank, str(each))
+        for each in findings
+    )

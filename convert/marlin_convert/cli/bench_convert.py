@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from marlin_convert.cli import output
 from marlin_convert.cli.options import json_option
+
+if TYPE_CHECKING:
+    from marlin_convert.documents.provenance import Stage
 
 
 @click.command("convert")
@@ -65,28 +68,28 @@ def command(folder: Path, variants: str, as_json: bool, **settings: Any) -> None
     if as_json:
         output.document(report)
         return
-    output.result(f"{report['bytes'] / 1e9:.2f} GB, {settings['rounds']} rounds, medians")
+    output.result(f"{report.bytes / 1e9:.2f} GB, {settings['rounds']} rounds, medians")
     rows = [
         (
-            entry["name"],
-            f"{entry['median']:.2f}",
-            f"{entry['least']:.2f}-{entry['most']:.2f}",
-            f"{entry['gb_per_s']:.2f}",
-            f"{entry['ratio_to_cp']:.2f}",
-            f"{entry['peak_anonymous'] / 2**30:.2f}" if "peak_anonymous" in entry else "-",
+            entry.name,
+            f"{entry.median:.2f}",
+            f"{entry.least:.2f}-{entry.most:.2f}",
+            f"{entry.gb_per_s:.2f}",
+            f"{entry.ratio_to_cp:.2f}",
+            "-" if entry.peak_anonymous is None else f"{entry.peak_anonymous / 2**30:.2f}",
         )
-        for entry in report["variants"]
+        for entry in report.variants
     ]
     output.table(("variant", "seconds", "spread", "GB/s", "of cp", "peak GiB"), rows)
-    for entry in report["variants"]:
-        if "stages" in entry:
+    for entry in report.variants:
+        if entry.stages is not None:
             stages = (
-                f"{stage} {work['seconds']:.1f} s ({_rate(work)})"
-                for stage, work in entry["stages"].items()
-                if work["bytes"]
+                f"{stage} {work.seconds:.1f} s ({_rate(work)})"
+                for stage, work in entry.stages.items()
+                if work.bytes
             )
-            output.result(f"{entry['name']}: summed over threads: " + ", ".join(stages))
+            output.result(f"{entry.name}: summed over threads: " + ", ".join(stages))
 
 
-def _rate(work: dict[str, float]) -> str:
-    return f"{work['bytes'] / max(work['seconds'], 1e-9) / 1e9:.1f} GB/s"
+def _rate(work: Stage) -> str:
+    return f"{work.bytes / max(work.seconds, 1e-9) / 1e9:.1f} GB/s"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
 from marlin_convert.cli import output
 from marlin_convert.cli.options import Numbers, json_option
+
+if TYPE_CHECKING:
+    from marlin_convert.documents.bench import KernelBench, KernelRow
 
 HEADER = (
     "tokens",
@@ -97,32 +100,32 @@ def command(
     show(report)
 
 
-def show(report: dict[str, Any]) -> None:
+def show(report: KernelBench) -> None:
     """Print the table of a report."""
-    environment = report["environment"]
+    environment = report.environment
     output.result(
-        f"layer {report['layer']}, rank {report['rank']}, tp {report['tp']}, ep {report['ep']}:"
-        f" {report['local_experts']} of {report['experts']} experts, hidden {report['hidden']}, I"
-        f" {report['intermediate']}; {environment['provider']} on {environment['gpu'] or 'a CPU'}; memory"
-        f" bandwidth {report['memory_bandwidth'] / 1e12:.3f} TB/s"
+        f"layer {report.layer}, rank {report.rank}, tp {report.tp}, ep {report.ep}:"
+        f" {report.local_experts} of {report.experts} experts, hidden {report.hidden}, I"
+        f" {report.intermediate}; {environment['provider']} on {environment['gpu'] or 'a CPU'}; memory"
+        f" bandwidth {report.memory_bandwidth / 1e12:.3f} TB/s"
     )
-    output.table(HEADER, [_cells(row) for row in report["rows"]])
-    for note in report["notes"]:
+    output.table(HEADER, [_cells(row) for row in report.rows])
+    for note in report.notes:
         output.result(f"note: {note}")
 
 
-def _cells(row: dict[str, Any]) -> tuple[object, ...]:
+def _cells(row: KernelRow) -> tuple[object, ...]:
     return (
-        row["tokens"],
-        row["routing"],
-        "on" if row["use_atomic_add"] else "off",
-        f"{row['experts_hit']:.1f}",
-        f"{row['bytes'] / 1e6:.1f}",
-        f"{row['floor_ms']:.3f}",
-        f"{row['w13_ms']:.3f}",
-        f"{row['w2_ms']:.3f}",
-        f"{row['bandwidth_share']:.0%}",
-        f"{row['fused_ms']:.3f}",
-        f"{row['whole_ms']:.3f}",
-        f"{row['tokens_per_second']:,.0f}",
+        row.tokens,
+        row.routing,
+        "on" if row.use_atomic_add else "off",
+        f"{row.experts_hit:.1f}",
+        f"{row.bytes / 1e6:.1f}",
+        f"{row.floor_ms:.3f}",
+        f"{row.w13_ms:.3f}",
+        f"{row.w2_ms:.3f}",
+        f"{row.bandwidth_share:.0%}",
+        f"{row.fused_ms:.3f}",
+        f"{row.whole_ms:.3f}",
+        f"{row.tokens_per_second:,.0f}",
     )

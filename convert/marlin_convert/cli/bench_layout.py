@@ -22,13 +22,7 @@ def command(rounds: int, as_json: bool) -> None:
     output.table(
         ("shape", "memory", "function", "GB/s", "best"),
         [
-            (
-                row["shape"],
-                row["memory"],
-                row["function"],
-                f"{row['gb_per_s']:.2f}",
-                f"{row['best_gb_per_s']:.2f}",
-            )
-            for row in report["rows"]
+            (row.shape, row.memory, row.function, f"{row.gb_per_s:.2f}", f"{row.best_gb_per_s:.2f}")
+            for row in report.rows
         ],
     )

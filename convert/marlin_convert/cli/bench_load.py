@@ -42,17 +42,14 @@ def command(
         output.document(report)
         return
     output.result(
-        f"rank {rank} of {report['tp']} (ep {report['ep']}): {report['bytes'] / 1e9:.2f} GB,"
-        f" {report['threads']} threads"
+        f"rank {rank} of {report.tp} (ep {report.ep}): {report.bytes / 1e9:.2f} GB, {report.threads} threads"
     )
-    output.table(("limit", "GB/s"), [(name, f"{rate:.1f}") for name, rate in report["limits"].items()])
+    output.table(("limit", "GB/s"), [(name, f"{rate:.1f}") for name, rate in report.limits.items()])
     rows = []
-    for row in report["rows"]:
-        steps = ", ".join(f"{step} {seconds:.3f}" for step, seconds in row["steps"].items())
-        if row["first"] is not None:
-            steps += f"; the first time {row['first']['total']:.3f}"
-        limit = "-" if row["of_limit"] is None else f"{row['of_limit']:.2f} of {row['limit']}"
-        rows.append(
-            (row["name"], row["temperature"], f"{row['seconds']:.3f}", f"{row['gb_per_s']:.1f}", limit, steps)
-        )
+    for row in report.rows:
+        steps = ", ".join(f"{step} {seconds:.3f}" for step, seconds in row.steps.items())
+        if row.first is not None:
+            steps += f"; the first time {row.first['total']:.3f}"
+        limit = "-" if row.of_limit is None else f"{row.of_limit:.2f} of {row.limit}"
+        rows.append((row.name, row.temperature, f"{row.seconds:.3f}", f"{row.gb_per_s:.1f}", limit, steps))
     output.table(("way", "files", "seconds", "GB/s", "of its limit", "steps"), rows)

@@ -70,6 +70,7 @@ def command(
     while earlier ones are converted, and are compared with what the hub publishes.
     """
     from marlin_convert.checkpoint.hub_files import HubOptions
+    from marlin_convert.documents.results import ConvertResult
     from marlin_convert.pipeline.run import convert
 
     begin = time.monotonic()
@@ -97,19 +98,9 @@ def command(
         )
     seconds = time.monotonic() - begin
     if as_json:
-        stages = {
-            stage: {"seconds": report.stages.seconds[stage], "bytes": report.stages.bytes[stage]}
-            for stage in report.stages.seconds
-        }
+        times = report.stages.times()
         output.document(
-            {
-                "out": str(report.out),
-                "units_made": report.made,
-                "units_found": report.found,
-                "output_bytes": report.output_bytes,
-                "seconds": seconds,
-                "stages": stages,
-            }
+            ConvertResult(str(report.out), report.made, report.found, report.output_bytes, seconds, times)
         )
         return
     if report.made == 0:

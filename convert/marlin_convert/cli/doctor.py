@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -10,8 +10,7 @@ from marlin_convert.cli import output
 from marlin_convert.cli.options import gigabytes, json_option
 
 if TYPE_CHECKING:
-    from marlin_convert.doctor import Examination
-    from marlin_convert.doctor.gpu import Torch
+    from marlin_convert.documents.doctor import Driver, Examination, Torch
 
 
 @click.command("doctor")
@@ -34,7 +33,7 @@ def command(ctx: click.Context, path: str, kernel: bool, as_json: bool) -> None:
 
     found = examine(path, kernel=kernel)
     if as_json:
-        output.document(found.as_json())
+        output.document(found)
     else:
         _show(found)
     if not (found.conversion.ok and found.verification.ok and (found.kernel.ok or not kernel)):
@@ -54,7 +53,7 @@ def _show(found: Examination) -> None:
         "open files": f"{_limit(machine.open_files)} (at most {_limit(machine.open_files_hard)})",
         "packages": ", ".join(f"{name} {version}" for name, version in found.packages.items() if version),
         "not installed": ", ".join(name for name, version in found.packages.items() if not version) or "-",
-        "compiled code": f"kept in {cache['path']}" if cache["writable"] else f"not kept: {cache['reason']}",
+        "compiled code": f"kept in {cache.path}" if cache.writable else f"not kept: {cache.reason}",
         "disk": (
             f"{place.probed}{missing} ({place.file_system or 'unknown file system'}),"
             f" {_size(place.free_bytes)} free"
@@ -66,10 +65,8 @@ def _show(found: Examination) -> None:
         "compiler": ", ".join(f"{name} {where or '-'}" for name, where in found.compiler.items()),
     }
     for provider in found.providers:
-        loads = provider["available"]
-        lines[provider["name"]] = (
-            f"loads ({provider['version']})" if loads else f"does not load: {provider['reason']}"
-        )
+        loads = f"loads ({provider.version})"
+        lines[provider.name] = loads if provider.available else f"does not load: {provider.reason}"
     if found.install:
         lines["to install"] = found.install
     for name, text in lines.items():
@@ -92,20 +89,17 @@ def _limit(count: int | None) -> str:
     return "unlimited" if count is None else str(count)
 
 
-def _driver(driver: dict[str, Any]) -> str:
-    if not driver["gpus"]:
-        return f"none: {driver['problem']}"
-    gpus = ", ".join(
-        f"{gpu['name']} (capability {gpu['capability']}, {gpu['memory_mib']} MiB)" for gpu in driver["gpus"]
-    )
-    return f"{driver['version']}, CUDA up to {driver['cuda'] or 'unknown'}: {gpus}"
+def _driver(driver: Driver) -> str:
+    if not driver.gpus:
+        return f"none: {driver.problem}"
+    gpus = ", ".join(f"{gpu.name} (capability {gpu.capability}, {gpu.memory_mib} MiB)" for gpu in driver.gpus)
+    return f"{driver.version}, CUDA up to {driver.cuda or 'unknown'}: {gpus}"
 
 
 def _torch(torch: Torch) -> str:
     if torch.version is None:
         return torch.problem
     gpus = ", ".join(
-        f"{gpu['name']} (capability {gpu['capability']}, {gigabytes(gpu['memory_bytes'])})"
-        for gpu in torch.gpus
+        f"{gpu.name} (capability {gpu.capability}, {_size(gpu.memory_bytes)})" for gpu in torch.gpus
     )
     return f"{torch.version}, CUDA {torch.cuda or 'none'}: {gpus or torch.problem}"

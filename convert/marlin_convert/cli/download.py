@@ -50,7 +50,7 @@ def command(
     with output.progress_bar("downloading", hub=True) as progress:
         done = download(repo, options, include=include, exclude=exclude, progress=progress)
     if as_json:
-        output.document(done.as_json())
+        output.document(done.document())
         return
     size = sum(done.files.values())
     output.result(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from msgspec import Struct, to_builtins
 
 from marlin_convert.cli import output
 from marlin_convert.cli.options import gigabytes, json_option
@@ -28,6 +29,7 @@ def command(path: Path, tensor: str | None, rank: int, as_json: bool) -> None:
     """Show what is in a converted folder or in one .safetensors file."""
     from marlin_convert.shards import inspect
 
+    found: Struct
     if path.is_dir():
         if rank and not tensor:
             raise click.UsageError("--rank goes with --tensor: without it the whole folder is shown")
@@ -37,11 +39,12 @@ def command(path: Path, tensor: str | None, rank: int, as_json: bool) -> None:
     if as_json:
         output.document(found)
     else:
-        _print(found)
+        _print(to_builtins(found))
 
 
 def _print(found: dict[str, Any]) -> None:
-    for key, value in found.items():
+    for key, given in found.items():
+        value = list(given) if isinstance(given, tuple) else given
         if isinstance(value, list) and value and isinstance(value[0], dict):
             output.result(f"{key}:")
             output.table(

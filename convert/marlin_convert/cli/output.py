@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import click
+from msgspec import Struct
+
+from marlin_convert.documents.codec import write
 
 
 def result(text: str) -> None:
@@ -16,9 +18,9 @@ def result(text: str) -> None:
     click.echo(text)
 
 
-def document(value: Any) -> None:
+def document(value: Struct) -> None:
     """A result as JSON."""
-    click.echo(json.dumps(value, indent=1))
+    click.echo(write(value, indent=1))
 
 
 def message(text: str) -> None:

@@ -41,7 +41,7 @@ def command(
     hub = HubOptions(revision, token, cache_dir)
     report = plan(source, out, tp=tp, ep=ep, layers=layers, ranks=ranks, layout=layout, hub=hub)
     if as_json:
-        output.document(report.as_json())
+        output.document(report.document())
         return
     made = report.output
     for group in report.groups():

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec import Struct
 
 from marlin_convert.cli import output
 from marlin_convert.cli.options import Numbers, gigabytes, json_option
+from marlin_convert.documents.codec import write
 from marlin_convert.storage.files import machine_errors
 
 if TYPE_CHECKING:
@@ -112,9 +113,9 @@ def _exact(out: str, source: str | None, threads: int | None, folder: Path | Non
 
     with output.progress_bar("verifying", "step") as progress:
         found = verify(out, source, threads=threads, progress=progress)
-    _write(folder, "verify.json", found.as_json())
+    _write(folder, "verify.json", found.document())
     if as_json:
-        output.document(found.as_json())
+        output.document(found.document())
     else:
         _show(found.findings)
         output.result(_summary(found, source))
@@ -158,9 +159,9 @@ def _kernel(out: str, source: str | None, folder: Path | None, as_json: bool, sc
     scope["tokens"] = tuple(count for count in scope["tokens"] if count)
     with output.progress_bar("running the kernel", "layer") as progress:
         found = verify_kernel(out, source, progress=progress, **scope)
-    _write(folder, "kernel-report.json", found.as_json())
+    _write(folder, "kernel-report.json", found.document())
     if as_json:
-        output.document(found.as_json(every_expert=False))
+        output.document(found.document(every_expert=False))
     else:
         _show(found.findings)
         _show_kernel(found)
@@ -205,6 +206,6 @@ def _prepare(folder: Path | None) -> None:
                 pass
 
 
-def _write(folder: Path | None, name: str, document: dict[str, Any]) -> None:
+def _write(folder: Path | None, name: str, document: Struct) -> None:
     if folder is not None:
-        (folder / name).write_text(json.dumps(document, indent=1) + "\n")
+        (folder / name).write_bytes(write(document, indent=1) + b"\n")

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import importlib
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from marlin_convert.doctor.gpu import (
-    Torch,
     advice,
     find_compiler,
     find_driver,
@@ -20,8 +18,17 @@ from marlin_convert.doctor.gpu import (
     find_torch,
     run_kernel,
 )
-from marlin_convert.doctor.machine import Machine, find_machine
-from marlin_convert.doctor.place import Place, find_place
+from marlin_convert.doctor.machine import find_machine
+from marlin_convert.doctor.place import find_place
+from marlin_convert.documents.doctor import (
+    Answer,
+    Examination,
+    Machine,
+    NumbaCache,
+    Place,
+    ProviderReport,
+    Torch,
+)
 from marlin_convert.extras import installed, package_version
 from marlin_convert.kernels.providers import one_line
 
@@ -47,38 +54,6 @@ NO_TORCH = (
 )
 
 
-@dataclass(frozen=True)
-class Answer:
-    """Whether something would work here, and why not (or with what)."""
-
-    ok: bool
-    reason: str
-
-
-@dataclass(frozen=True)
-class Examination:
-    """All that was found. `install`: what would bring the kernel, empty where nothing would."""
-
-    machine: Machine
-    packages: dict[str, str | None]
-    numba_cache: dict[str, Any]
-    place: Place
-    driver: dict[str, Any]
-    torch: Torch
-    compiler: dict[str, str | None]
-    providers: list[dict[str, Any]]
-    install: str
-    conversion: Answer
-    verification: Answer
-    kernel: Answer
-
-    def as_json(self) -> dict[str, Any]:
-        """For `--json`; its schema is schemas/doctor.schema.json."""
-        document = asdict(self)
-        document["torch"]["gpus"] = list(self.torch.gpus)
-        return document
-
-
 def examine(path: str | os.PathLike[str] = ".", *, kernel: bool = False) -> Examination:
     """Look at this machine, with `path` as the place to convert to. `kernel` also runs the kernel once (it
     may have to be compiled: minutes).
@@ -102,19 +77,19 @@ def examine(path: str | os.PathLike[str] = ".", *, kernel: bool = False) -> Exam
     )
 
 
-def _numba_cache() -> dict[str, Any]:
+def _numba_cache() -> NumbaCache:
     """Where compiled functions are kept; without a place each process compiles anew, which takes seconds and
     is no error.
     """
     try:
         path = importlib.import_module("marlin_convert.layout.qweight").pack_qweight.stats.cache_path
     except Exception as error:  # a broken numba is an answer
-        return {"writable": False, "path": None, "reason": one_line(error)}
+        return NumbaCache(False, None, one_line(error))
     nowhere = (
         "neither the package folder nor the user's cache folder can be written; NUMBA_CACHE_DIR can name"
         " another"
     )
-    return {"writable": path is not None, "path": path, "reason": "" if path else nowhere}
+    return NumbaCache(path is not None, path, "" if path else nowhere)
 
 
 def _core() -> Answer:
@@ -149,15 +124,15 @@ def _conversion(machine: Machine, place: Place) -> Answer:
     return Answer(True, "" if place.direct_io else f"without direct I/O: {place.direct_io_reason}")
 
 
-def _kernel(torch: Torch, providers: list[dict[str, Any]], install: str, run: bool) -> Answer:
+def _kernel(torch: Torch, providers: Sequence[ProviderReport], install: str, run: bool) -> Answer:
     """Whether the kernel check would work, by running the kernel once if `run`."""
     if torch.problem:
         return Answer(False, f"{torch.problem}; {install or (NO_GPU if torch.version else NO_TORCH)}")
-    loading = next((provider["name"] for provider in providers if provider["available"]), None)
+    loading = next((provider.name for provider in providers if provider.available), None)
     if loading is None:
-        why = "; ".join(f"{provider['name']}: {provider['reason']}" for provider in providers)
+        why = "; ".join(f"{provider.name}: {provider.reason}" for provider in providers)
         return Answer(False, f"no provider of the kernel loads ({why}); {install}")
-    capability, note = torch.gpus[0]["capability"], ""
+    capability, note = torch.gpus[0].capability, ""
     if capability != "9.0":
         note = f"; this project has run it on capability 9.0 only, this is {capability}"
     if not run:

@@ -11,23 +11,11 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
 from typing import Any
 
+from marlin_convert.documents.doctor import Driver, DriverGpu, ProviderReport, Torch, TorchGpu
 from marlin_convert.extras import installed, package_version
 from marlin_convert.kernels.providers import CANDIDATES, one_line, probe
-
-
-@dataclass(frozen=True)
-class Torch:
-    """What torch says; `version` None where it is not installed, `problem` where it does not load or sees no
-    GPU.
-    """
-
-    version: str | None
-    cuda: str | None
-    gpus: tuple[dict[str, Any], ...]
-    problem: str
 
 
 def find_torch() -> Torch:
@@ -43,22 +31,20 @@ def find_torch() -> Torch:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         gpus = tuple(_gpu(torch, index) for index in range(count))
     except Exception as error:
-        return Torch(torch.__version__, cuda, (), f"torch sees a GPU that does not work: {one_line(error)}")
+        problem = f"torch sees a GPU that does not work: {one_line(error)}"
+        return Torch(str(torch.__version__), cuda, (), problem)
     problem = "" if gpus else f"torch {torch.__version__} sees no CUDA GPU"
     if cuda is None and problem:
         problem += "; it is a build without CUDA"
-    return Torch(torch.__version__, cuda, gpus, problem)
+    return Torch(str(torch.__version__), cuda, gpus, problem)
 
 
-def _gpu(torch: Any, index: int) -> dict[str, Any]:
+def _gpu(torch: Any, index: int) -> TorchGpu:
     major, minor = torch.cuda.get_device_capability(index)
     properties = torch.cuda.get_device_properties(index)
-    return {
-        "name": properties.name,
-        "capability": f"{major}.{minor}",
-        "memory_bytes": properties.total_memory,
-        "multiprocessors": properties.multi_processor_count,
-    }
+    return TorchGpu(
+        properties.name, f"{major}.{minor}", properties.total_memory, properties.multi_processor_count
+    )
 
 
 def _run(*command: str) -> str:
@@ -70,7 +56,7 @@ def _run(*command: str) -> str:
     return done.stdout
 
 
-def find_driver() -> dict[str, Any]:
+def find_driver() -> Driver:
     """The NVIDIA driver and its GPUs, from nvidia-smi; no torch needed."""
     listed = _run(
         "nvidia-smi",
@@ -81,13 +67,10 @@ def find_driver() -> dict[str, Any]:
     rows = [row for row in rows if len(row) == 4]
     if not rows:
         problem = "nvidia-smi lists no GPU" if shutil.which("nvidia-smi") else "nvidia-smi is not there"
-        return {"version": None, "cuda": None, "gpus": [], "problem": problem}
+        return Driver(None, None, (), problem)
     cuda = re.search(r"CUDA (?:UMD )?Version:\s*(\d+\.\d+)", _run("nvidia-smi"))
-    gpus = [
-        {"name": row[0], "memory_mib": int(row[2]) if row[2].isdigit() else None, "capability": row[3]}
-        for row in rows
-    ]
-    return {"version": rows[0][1], "cuda": cuda[1] if cuda else None, "gpus": gpus, "problem": ""}
+    gpus = tuple(DriverGpu(row[0], int(row[2]) if row[2].isdigit() else None, row[3]) for row in rows)
+    return Driver(rows[0][1], cuda[1] if cuda else None, gpus, "")
 
 
 def find_compiler() -> dict[str, str | None]:
@@ -103,17 +86,17 @@ def find_compiler() -> dict[str, str | None]:
     }
 
 
-def find_providers(found: Torch) -> list[dict[str, Any]]:
+def find_providers(found: Torch) -> tuple[ProviderReport, ...]:
     """Each provider of the kernel: whether it loads, else why not and what to install."""
-    return [asdict(report) for report in probe(found.problem)]
+    return probe(found.problem)
 
 
-def advice(found: Torch, driver: dict[str, Any]) -> str:
+def advice(found: Torch, driver: Driver) -> str:
     """What to install so that the kernel loads; empty where there is neither a GPU nor torch for one.
 
     A fresh environment gets a torch that fits; which sglang goes with a torch that is there, README says.
     """
-    cuda = found.cuda or driver["cuda"]
+    cuda = found.cuda or driver.cuda
     if cuda is None:
         return ""
     major = int(cuda.split(".")[0])

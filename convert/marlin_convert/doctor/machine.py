@@ -6,25 +6,9 @@ import os
 import platform
 import re
 import resource
-from dataclasses import dataclass
 from pathlib import Path
 
-
-@dataclass(frozen=True)
-class Machine:
-    """`memory_limit_bytes` is a container's, None where none is set; `open_files` None means any number."""
-
-    cpu: str
-    architecture: str
-    cores: int | None
-    usable_cores: int
-    memory_bytes: int | None
-    available_bytes: int | None
-    memory_limit_bytes: int | None
-    open_files: int | None
-    open_files_hard: int | None
-    system: str
-    python: str
+from marlin_convert.documents.doctor import Machine
 
 
 def find_machine() -> Machine:

@@ -5,32 +5,15 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from marlin_convert.doctor.machine import text_of
+from marlin_convert.documents.doctor import Place
 from marlin_convert.storage.buffers import aligned_buffer
 from marlin_convert.storage.files import PAGE, existing, open_direct
 
 PROBE_BYTES = 16 * PAGE
 NO_DIRECT = "the file system has no direct I/O; ordinary I/O is used, which is slower for large files"
-
-
-@dataclass(frozen=True)
-class Place:
-    """`probed` is the folder that is there: `path` or the nearest above it. Reasons are empty where it
-    works.
-    """
-
-    path: str
-    exists: bool
-    probed: str
-    file_system: str | None
-    free_bytes: int | None
-    writable: bool
-    writable_reason: str
-    direct_io: bool
-    direct_io_reason: str
 
 
 def find_place(path: Path) -> Place:

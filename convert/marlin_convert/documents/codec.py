@@ -5,6 +5,7 @@ keys that a later release added are left alone, everything else must be of its t
 from __future__ import annotations
 
 import json
+import math
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -70,9 +71,24 @@ def read(raw: bytes, kind: type[T], complaint: str) -> T:
 
 
 def write(document: Any, indent: int | None = None) -> bytes:
-    """A document as ASCII JSON, keys in the order of its fields; without blanks unless indented."""
+    """A document as ASCII JSON, keys in the order of its fields; without blanks unless indented. JSON has no
+    numbers that are not finite: null stands for them.
+    """
+    value = msgspec.to_builtins(document)
     separators = (",", ":") if indent is None else None
-    return json.dumps(msgspec.to_builtins(document), separators=separators, indent=indent).encode("ascii")
+    try:
+        text = json.dumps(value, separators=separators, indent=indent, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_finite(value), separators=separators, indent=indent, allow_nan=False)
+    return text.encode("ascii")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def sealed(document: Sealed) -> bytes:

@@ -17,17 +17,40 @@ def about(description: str, **schema: Any) -> Meta:
 #: sizes, offsets, counts: sums of a few of them stay in 64 bits
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Positive = Annotated[int, Meta(ge=1, lt=1 << 62)]
+#: of reports, which are only written
+Count = Annotated[int, Meta(ge=0)]
+OneOrMore = Annotated[int, Meta(ge=1)]
 #: xxh3-128
 Digest = Annotated[str, Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$", max_length=64)]
 Text = Annotated[str, Meta(min_length=1)]
 #: a file's place in a folder, which it does not leave
 RelativePath = Annotated[str, Meta(pattern=r"^(?!/)(?!([^\x00]*/)?\.\.(/|$))[^\x00]+$")]
-UnitName = Annotated[str, Meta(pattern="^(layer-[0-9]{3,}|top|common)$")]
+#: the names of this release; a reader goes by what stands there
+UnitName = Annotated[Text, Meta(extra_json_schema={"pattern": "^(layer-[0-9]{3,}|top|common)$"})]
+ShardPath = Annotated[
+    RelativePath,
+    Meta(
+        extra_json_schema={
+            "allOf": [
+                {
+                    "pattern": "^(common|rank-[0-9]{2,}-of-[0-9]{2,})"
+                    "/(layer-[0-9]{3,}|top|common)\\.safetensors$"
+                }
+            ]
+        }
+    ),
+]
 TensorName = Annotated[str, Meta(min_length=1, max_length=127, pattern=r'^[^\\"]*$')]
 #: as safetensors names them
 Dtype = Annotated[
     str, Meta(pattern="^(BOOL|U8|I8|F8_E4M3|F8_E5M2|I16|U16|F16|BF16|I32|U32|F32|I64|U64|F64)$")
 ]
-Extent = Positive
+Shape = Annotated[tuple[Positive, ...], Meta(max_length=4)]
+Seconds = Annotated[float, Meta(ge=0)]
+#: a ratio, a mean or an error
+Share = Annotated[float, Meta(ge=0)]
+#: from the start of a shard, behind its header
+Offset = Annotated[int, Meta(ge=4096, lt=1 << 62)]
+ShardSize = Annotated[int, Meta(ge=8192, lt=1 << 62, multiple_of=4096)]
 Checks = Annotated[str, Meta(pattern="^(none|exact|kernel)$")]

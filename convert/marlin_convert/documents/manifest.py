@@ -12,10 +12,13 @@ from marlin_convert.documents.fields import (
     Checks,
     Digest,
     Dtype,
-    Extent,
     Number,
+    Offset,
     Positive,
     RelativePath,
+    Shape,
+    ShardPath,
+    ShardSize,
     TensorName,
     Text,
     UnitName,
@@ -92,16 +95,12 @@ class Origin(Struct, frozen=True, omit_defaults=True):
     rule: Annotated[
         Text, about("how it is cut", enum=["column", "row", "vocab", "replicate", "common", "experts"])
     ]
-    axis: Annotated[
-        Annotated[int, Meta(ge=0, le=1)] | None, about("the axis of the source matrix that is cut")
-    ]
-    parts: Annotated[
-        Annotated[str, Meta(pattern="^(tp|moe_tp)$")] | None, about("into how many parts it is cut")
-    ]
+    axis: Annotated[Number | None, about("the axis of the source matrix that is cut", enum=[0, 1, None])]
+    parts: Annotated[str | None, about("into how many parts it is cut", enum=["tp", "moe_tp", None])]
     sources: Annotated[
         tuple[Text, ...],
-        Meta(min_length=1, max_length=2),
-        about("source names in order; {expert} stands for the expert's number"),
+        Meta(min_length=1),
+        about("source names in order; {expert} stands for the expert's number", maxItems=2),
     ] = field(name="from")
     replicas: Annotated[Positive, about("neighbouring ranks with the same part; left out where 1")] = 1
 
@@ -122,8 +121,8 @@ class StoredTensor(Struct, frozen=True, omit_defaults=True):
 
     name: Annotated[TensorName, about("name; __pad__.N is a filler")]
     dtype: Annotated[Dtype, about("safetensors dtype")]
-    shape: Annotated[tuple[Extent, ...], Meta(max_length=4), about("shape in this file")]
-    offset: Annotated[int, Meta(ge=4096, lt=1 << 62), about("first byte, from the start of the file")]
+    shape: Annotated[Shape, about("shape in this file")]
+    offset: Annotated[Offset, about("first byte, from the start of the file")]
     size: Annotated[Positive, about("bytes")]
     digest: Annotated[
         Digest, about("xxh3-128 of its bytes; of a stacked tensor, of its experts' digests joined")
@@ -139,14 +138,8 @@ class FusedTensor(Struct, frozen=True):
 
     name: Annotated[TensorName, about("the engine's name of the view")]
     dtype: Annotated[Dtype, about("dtype of all members")]
-    shape: Annotated[
-        tuple[Extent, ...],
-        Meta(min_length=1, max_length=4),
-        about("shape of all members joined along the first axis"),
-    ]
-    offset: Annotated[
-        int, Meta(ge=4096, lt=1 << 62, multiple_of=4096), about("first byte, from the start of the file")
-    ]
+    shape: Annotated[Shape, Meta(min_length=1), about("shape of all members joined along the first axis")]
+    offset: Annotated[Offset, Meta(multiple_of=4096), about("first byte, from the start of the file")]
     members: Annotated[
         tuple[TensorName, ...],
         Meta(min_length=2),
@@ -157,21 +150,10 @@ class FusedTensor(Struct, frozen=True):
 class Shard(Struct, frozen=True):
     """One shard file; its tensors are in file order, fillers included."""
 
-    path: Annotated[
-        RelativePath,
-        about(
-            "place in OUT",
-            allOf=[
-                {
-                    "pattern": "^(common|rank-[0-9]{2,}-of-[0-9]{2,})"
-                    "/(layer-[0-9]{3,}|top|common)\\.safetensors$"
-                }
-            ],
-        ),
-    ]
+    path: Annotated[ShardPath, about("place in OUT")]
     unit: Annotated[UnitName, about("unit it belongs to")]
     rank: Annotated[Number | None, about("rank that loads it; null in common/")]
-    size: Annotated[int, Meta(ge=8192, lt=1 << 62, multiple_of=4096), about("bytes of the file")]
+    size: Annotated[ShardSize, about("bytes of the file")]
     header: Annotated[Digest, about("xxh3-128 of the first 8 + H bytes")]
     digest: Annotated[Digest, about("xxh3-128 of the digests of header and tensors joined")]
     tensors: Annotated[

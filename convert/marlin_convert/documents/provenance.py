@@ -7,14 +7,19 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from marlin_convert.documents.codec import Sealed
-from marlin_convert.documents.fields import Number, Text, about
+from marlin_convert.documents.fields import Number, Seconds, Text, about
 
 
 class Stage(Struct, frozen=True):
     """Time and bytes of one stage of the conversion."""
 
-    seconds: Annotated[float, Meta(ge=0), about("summed over threads")]
+    seconds: Annotated[Seconds, about("summed over threads")]
     bytes: Annotated[Number, about("bytes that went through")]
+
+
+StageTimes = Annotated[
+    dict[Annotated[str, Meta(pattern="^[a-z]+$")], Stage], about("time and bytes of each stage")
+]
 
 
 class Provenance(Sealed, frozen=True, kw_only=True):
@@ -28,6 +33,4 @@ class Provenance(Sealed, frozen=True, kw_only=True):
     machine: Annotated[Text, about("what kind of machine")]
     command: Annotated[tuple[str, ...], about("the command line, without secrets")]
     source: Annotated[Text, about("where the source was")]
-    stages: Annotated[
-        dict[Annotated[str, Meta(pattern="^[a-z]+$")], Stage], about("time and bytes of each stage")
-    ]
+    stages: StageTimes

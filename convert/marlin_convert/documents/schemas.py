@@ -16,10 +16,21 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from marlin_convert.documents.bench import ConversionBench, KernelBench, LayoutBench, LoadBench
+from marlin_convert.documents.checks import KernelCheck, VerifyReport
+from marlin_convert.documents.doctor import Examination
 from marlin_convert.documents.engine_files import Index, QuantizationConfig
 from marlin_convert.documents.manifest import Manifest
+from marlin_convert.documents.plan import Plan
 from marlin_convert.documents.provenance import Provenance
 from marlin_convert.documents.records import DownloadRecord, FinishedUnit, Job, Record
+from marlin_convert.documents.results import (
+    ConvertResult,
+    DownloadResult,
+    InspectedFile,
+    InspectedFolder,
+    InspectedTensor,
+)
 
 Schema = dict[str, Any]
 #: columns of a schema file
@@ -58,17 +69,39 @@ class Page(NamedTuple):
     more: Mapping[str, Any] = MappingProxyType({})
 
 
+#: a finding is what makes a folder wrong
+FINDINGS: Schema = {
+    "if": {"properties": {"ok": {"const": True}}},
+    "then": {"properties": {"findings": {"maxItems": 0}}},
+    "else": {"properties": {"findings": {"minItems": 1}}},
+}
 PAGES = {
+    "bench-convert": Page("marlin-convert bench convert --json", [ConversionBench]),
+    "bench-kernel": Page("marlin-convert bench kernel --json", [KernelBench]),
+    "bench-layout": Page("marlin-convert bench layout --json", [LayoutBench]),
+    "bench-load": Page("marlin-convert bench load --json", [LoadBench]),
     "config": Page(
         "config.json of a converted folder: the source's, but for quantization_config",
         definitions=[QuantizationConfig],
         more=CONFIG,
     ),
+    "convert": Page("Output of convert --json", [ConvertResult]),
+    "doctor": Page("doctor --json: what a machine can do", [Examination]),
+    "download": Page("Output of download --json", [DownloadResult]),
     "download-record": Page(".marlin-convert-source.json in a folder that download filled", [DownloadRecord]),
     "index": Page("model.safetensors.index.json of a rank or of common/", [Index]),
+    "inspect": Page(
+        "Output of inspect --json: of a folder, a file, or a tensor",
+        [InspectedFolder, InspectedFile, InspectedTensor],
+    ),
+    "kernel-report": Page(
+        "verify --kernel: what the kernel read in the shards", [KernelCheck], more=FINDINGS
+    ),
     "manifest": Page("manifest.json of a converted folder", [Manifest]),
+    "plan": Page("Output of plan --json", [Plan]),
     "provenance": Page("provenance.json: who, when, how fast; never compared", [Provenance]),
     "record": Page("What OUT/.work holds until the conversion is done", [Job, Record], [FinishedUnit]),
+    "verify": Page("Output of verify --json", [VerifyReport], more=FINDINGS),
 }
 
 

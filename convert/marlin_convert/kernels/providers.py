@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from marlin_convert.documents.doctor import ProviderReport
 from marlin_convert.errors import MachineError, UsageError
 
 if TYPE_CHECKING:
@@ -123,19 +124,6 @@ CANDIDATES = (
         "CUDA 12: pip install '.[sgl-kernel]', compiled, 535 MB",
     ),
 )
-
-
-@dataclass(frozen=True)
-class ProviderReport:
-    """What `probe` found: `reason` says why it does not load (empty if it does), `install` what would
-    help.
-    """
-
-    name: str
-    available: bool
-    reason: str
-    install: str
-    version: str | None = None
 
 
 def _gpu_problem() -> str:

@@ -22,7 +22,7 @@ from marlin_convert.checkpoint.source import Source
 from marlin_convert.documents.codec import NO_DIGEST, sealed
 from marlin_convert.documents.engine_files import quantization_config
 from marlin_convert.documents.manifest import ListedFile
-from marlin_convert.documents.provenance import Provenance, Stage
+from marlin_convert.documents.provenance import Provenance
 from marlin_convert.documents.records import FinishedUnit
 from marlin_convert.pipeline.build_manifest import build_manifest, digest_file, rank_index, source_digests
 from marlin_convert.pipeline.card import model_card
@@ -113,9 +113,7 @@ def provenance(source: Source, stages: Stages) -> bytes:
             ),
             command=tuple(without_secrets(sys.argv)),
             source=source.store.where,
-            stages={
-                stage: Stage(round(stages.seconds[stage], 3), stages.bytes[stage]) for stage in stages.seconds
-            },
+            stages=stages.times(digits=3),
         )
     )
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from threading import Lock
 
 from marlin_convert.checkpoint.fetcher import Fetcher
+from marlin_convert.documents.provenance import Stage
 from marlin_convert.storage.buffers import BufferPool
 from marlin_convert.storage.reads import PieceReader
 
@@ -34,6 +35,13 @@ class Stages:
         with self._lock:
             self.seconds[stage] += elapsed
             self.bytes[stage] += size
+
+    def times(self, digits: int | None = None) -> dict[str, Stage]:
+        """As documents have them; seconds rounded where `digits` says so."""
+        return {
+            stage: Stage(seconds if digits is None else round(seconds, digits), self.bytes[stage])
+            for stage, seconds in self.seconds.items()
+        }
 
 
 @dataclass(frozen=True)

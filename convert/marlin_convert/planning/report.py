@@ -7,11 +7,12 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from marlin_convert.checkpoint.fetcher import fetch_order, most_at_once
 from marlin_convert.checkpoint.hub_files import HubOptions
 from marlin_convert.checkpoint.source import Source, open_source
+from marlin_convert.documents.manifest import Padding
+from marlin_convert.documents.plan import Plan, PlanBytes, PlanSource, PlanTensor, PlanUnit, PlanView
 from marlin_convert.planning.needs import needs
 from marlin_convert.planning.output import Options, OutputPlan, OutputUnit, plan_output
 from marlin_convert.storage.files import existing
@@ -29,70 +30,52 @@ class PlanReport:
     free: int | None
     notes: tuple[str, ...]
 
-    def as_json(self) -> dict[str, Any]:
-        """For `--json`; its schema is schemas/plan.schema.json."""
-        plan = self.output
-        return {
-            "source": {
-                "label": self.source.label,
-                "files": len(self.source.headers),
-                "tensors": len(self.source.tensors),
-                "payload_bytes": self.source.payload_bytes,
-                "quantization_config_at": self.source.model.quantization.found_at,
-                **(
-                    {}
-                    if self.source.store.origin is None
-                    else dict(zip(("repo", "revision"), self.source.store.origin, strict=True))
-                ),
-            },
-            "layout": plan.layout.id,
-            "tp": plan.topology.tp,
-            "ep": plan.topology.ep,
-            "moe_tp": plan.topology.moe_tp,
-            "ranks": list(plan.ranks),
-            "layers": list(plan.layers),
-            "complete": plan.complete,
-            "padding": (
-                None
-                if plan.layout.padded(plan.shape) == plan.shape.local
-                else {"moe_intermediate": plan.shape.local, "padded": plan.layout.padded(plan.shape)}
+    def document(self) -> Plan:
+        """For `--json`."""
+        plan, source = self.output, self.source
+        repo, revision = source.store.origin or (None, None)
+        fetched, staged = self.fetched() or (None, None)
+        padded = plan.layout.padded(plan.shape)
+        return Plan(
+            source=PlanSource(
+                label=source.label,
+                files=len(source.headers),
+                tensors=len(source.tensors),
+                payload_bytes=source.payload_bytes,
+                quantization_config_at=source.model.quantization.found_at,
+                repo=repo,
+                revision=revision,
             ),
-            "bytes": {
-                "output": plan.total_bytes,
-                "rank": plan.rank_bytes(),
-                "free": self.free,
-                **self._fetched_json(),
-            },
-            "units": [self._unit(unit) for unit in plan.units],
-            "copied": list(self.source.auxiliary),
-            "left_out": list(self.source.left_out),
-            "notes": list(self.notes),
-        }
+            layout=plan.layout.id,
+            tp=plan.topology.tp,
+            ep=plan.topology.ep,
+            moe_tp=plan.topology.moe_tp,
+            ranks=tuple(plan.ranks),
+            layers=tuple(plan.layers),
+            complete=plan.complete,
+            padding=None if padded == plan.shape.local else Padding(plan.shape.local, padded),
+            bytes=PlanBytes(plan.total_bytes, plan.rank_bytes(), self.free, fetched, staged),
+            units=tuple(self._unit(unit) for unit in plan.units),
+            copied=tuple(source.auxiliary),
+            left_out=tuple(source.left_out),
+            notes=self.notes,
+        )
 
-    def _fetched_json(self) -> dict[str, int]:
-        return {} if (fetched := self.fetched()) is None else {"fetched": fetched[0], "staged": fetched[1]}
-
-    def _unit(self, unit: OutputUnit) -> dict[str, Any]:
-        tensors = []
-        for placed in unit.files.tensors:
-            spec = placed.spec
-            tensors.append(
-                {
-                    "name": spec.name,
-                    "dtype": spec.dtype,
-                    "shape": list(spec.shape),
-                    "offset": unit.data_start + placed.offset,
-                    "size": spec.size,
-                    "rule": rule_of(unit, spec.name),
-                }
+    def _unit(self, unit: OutputUnit) -> PlanUnit:
+        tensors = tuple(
+            PlanTensor(
+                placed.spec.name,
+                placed.spec.dtype,
+                placed.spec.shape,
+                unit.data_start + placed.offset,
+                placed.spec.size,
+                rule_of(unit, placed.spec.name),
             )
-        return {
-            "unit": unit.name,
-            "paths": [self.output.path(unit, rank) for rank in unit.ranks],
-            "file_size": unit.file_size,
-            "tensors": tensors,
-            "fused": [{"name": view.name, "members": list(view.members)} for view in unit.files.fused],
-        }
+            for placed in unit.files.tensors
+        )
+        paths = tuple(self.output.path(unit, rank) for rank in unit.ranks)
+        views = tuple(PlanView(view.name, view.members) for view in unit.files.fused)
+        return PlanUnit(unit.name, paths, unit.file_size, tensors, views)
 
     def fetched(self) -> tuple[int, int] | None:
         """Of a repository: bytes that come over the wire, and how many of them lie on the disk at a time with

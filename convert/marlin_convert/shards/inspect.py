@@ -1,4 +1,4 @@
-"""What `inspect` shows: plain dictionaries, for tables and for JSON."""
+"""What `inspect` shows, for tables and for JSON."""
 
 from __future__ import annotations
 
@@ -7,56 +7,64 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from marlin_convert.checkpoint.store import header_of
 from marlin_convert.documents.manifest import read_manifest
+from marlin_convert.documents.results import (
+    Code,
+    InspectedEntry,
+    InspectedFile,
+    InspectedFolder,
+    InspectedTensor,
+    InspectedUnit,
+)
 from marlin_convert.errors import UsageError
 from marlin_convert.shards.reader import NUMPY, open_shards
 from marlin_convert.storage.shard_file import is_filler
 
 
-def describe_folder(out: Path) -> dict[str, Any]:
+def describe_folder(out: Path) -> InspectedFolder:
     """A converted folder, from its manifest."""
     manifest = read_manifest(out)
-    units: dict[str, dict[str, Any]] = {}
-    for shard in manifest.shards:
-        row = units.setdefault(
-            shard.unit, {"unit": shard.unit, "files": 0, "tensors": 0, "bytes of a file": shard.size}
-        )
-        row["files"] += 1
-        row["tensors"] = sum(not is_filler(tensor.name) for tensor in shard.tensors)
-    source = manifest.source
-    return {
-        "layout": manifest.layout_id,
-        "group_size": manifest.group_size,
-        "tp": manifest.tp,
-        "ep": manifest.ep,
-        "ranks": f"{len(manifest.ranks)} of {manifest.tp}",
-        "complete": manifest.complete,
-        "checks while converting": manifest.checks,
-        "source": f"{source.id}, {source.tensors:,} tensors, {source.payload_bytes:,} bytes",
-        "bytes": sum(shard.size for shard in manifest.shards),
-        "units": list(units.values()),
+    files = {
+        unit.name: [shard for shard in manifest.shards if shard.unit == unit.name] for unit in manifest.units
     }
+    source = manifest.source
+    return InspectedFolder(
+        layout=manifest.layout_id,
+        group_size=manifest.group_size,
+        tp=manifest.tp,
+        ep=manifest.ep,
+        ranks=f"{len(manifest.ranks)} of {manifest.tp}",
+        complete=manifest.complete,
+        checks=manifest.checks,
+        source=f"{source.id}, {source.tensors:,} tensors, {source.payload_bytes:,} bytes",
+        bytes=sum(shard.size for shard in manifest.shards),
+        units=tuple(
+            InspectedUnit(
+                name,
+                len(shards),
+                sum(not is_filler(tensor.name) for tensor in shards[-1].tensors),
+                shards[0].size,
+            )
+            for name, shards in files.items()
+            if shards
+        ),
+    )
 
 
-def describe_file(path: Path) -> dict[str, Any]:
+def describe_file(path: Path) -> InspectedFile:
     """A safetensors file, from its header."""
     header = header_of(path)
-    tensors = [
-        {
-            "tensor": t.name,
-            "dtype": t.dtype,
-            "shape": "x".join(map(str, t.shape)),
-            "offset": t.offset,
-            "size": t.size,
-        }
-        for t in header.tensors
-    ]
-    return {"metadata": header.metadata, "bytes": header.size, "tensors": tensors}
+    tensors = tuple(
+        InspectedEntry(each.name, each.dtype, "x".join(map(str, each.shape)), each.offset, each.size)
+        for each in header.tensors
+    )
+    return InspectedFile(header.metadata, header.size, tensors)
 
 
-def describe_tensor_of(out: Path, rank: int, name: str) -> dict[str, Any]:
+def describe_tensor_of(out: Path, rank: int, name: str) -> InspectedTensor:
     """A tensor or fused view of a rank of a converted folder."""
     for which in (rank, None):
         shards = open_shards(out, which)
@@ -68,7 +76,7 @@ def describe_tensor_of(out: Path, rank: int, name: str) -> dict[str, Any]:
     )
 
 
-def describe_tensor_in(path: Path, name: str) -> dict[str, Any]:
+def describe_tensor_in(path: Path, name: str) -> InspectedTensor:
     """A tensor of one file."""
     header = header_of(path)
     for entry in header.tensors:
@@ -80,30 +88,24 @@ def describe_tensor_in(path: Path, name: str) -> dict[str, Any]:
     raise UsageError(f"{path} has no tensor {name}; `marlin-convert inspect {path}` lists them")
 
 
-def _describe(name: str, dtype: str, array: npt.NDArray[Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "tensor": name,
-        "dtype": dtype,
-        "shape": list(array.shape),
-        "bytes": array.nbytes,
-    }
+def _describe(name: str, dtype: str, array: npt.NDArray[Any]) -> InspectedTensor:
+    tensor = InspectedTensor(name, dtype, array.shape, array.nbytes)
     if name.endswith("weight_packed"):
         counts = code_histogram(array)
         total = max(int(counts.sum()), 1)
-        found["codes"] = [
-            {"code": code, "value": code - 8, "count": int(n), "share": f"{n / total:.4%}"}
-            for code, n in enumerate(counts)
-        ]
-        return found
+        codes = (Code(code, code - 8, int(n), f"{n / total:.4%}") for code, n in enumerate(counts))
+        return replace(tensor, codes=tuple(codes))
     values = as_float(dtype, array)
-    if values is not None and values.size:
-        found |= {
-            "minimum": float(values.min()),
-            "maximum": float(values.max()),
-            "zeros": int((values == 0).sum()),
-        }
-        found |= {"not finite": int((~np.isfinite(values)).sum()), "first": values.reshape(-1)[:4].tolist()}
-    return found
+    if values is None or not values.size:
+        return tensor
+    return replace(
+        tensor,
+        minimum=float(values.min()),
+        maximum=float(values.max()),
+        zeros=int((values == 0).sum()),
+        not_finite=int((~np.isfinite(values)).sum()),
+        first=tuple(values.reshape(-1)[:4].tolist()),
+    )
 
 
 def code_histogram(words: npt.NDArray[Any]) -> npt.NDArray[np.int64]:

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from marlin_convert.checks.kernel.dequantize import ExpertWeights
 from marlin_convert.checks.kernel.layer_files import LayerFiles
-from marlin_convert.checks.kernel.results import FusedVerdict, KernelReport
+from marlin_convert.checks.kernel.results import KernelReport
 from marlin_convert.checks.report import Finding
+from marlin_convert.documents.checks import FusedVerdict
 from marlin_convert.kernels.fused_moe import (
     Experts,
     Routing,

@@ -18,9 +18,10 @@ from marlin_convert.checks.kernel.dequantize import ExpertWeights, Pair
 from marlin_convert.checks.kernel.diagnose import diagnose
 from marlin_convert.checks.kernel.fused_check import FusedCheck
 from marlin_convert.checks.kernel.layer_files import Bytes, LayerFiles, Original, Originals
-from marlin_convert.checks.kernel.results import KernelReport, Verdict
+from marlin_convert.checks.kernel.results import KernelReport
 from marlin_convert.checks.kernel.scope import Scope
 from marlin_convert.checks.report import Finding
+from marlin_convert.documents.checks import Verdict
 from marlin_convert.kernels.fused_moe import align, make_workspace
 from marlin_convert.kernels.gemm_call import GemmCall, Matrix
 from marlin_convert.kernels.one_hot import read_back

@@ -2,37 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
-from marlin_convert.checks.report import Finding
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """One expert's matrix on one rank. `wrong` counts weights that the kernel reads differently; errors are
-    of random activations, relative.
-    """
-
-    layer: int
-    rank: int
-    expert: int
-    projection: str
-    wrong: int | None
-    relative_error: float | None
-    max_error: float | None
-    ok: bool
-
-
-@dataclass(frozen=True)
-class FusedVerdict:
-    """The whole routed MoE of a layer, summed over ranks, for one number of tokens."""
-
-    layer: int
-    tokens: int
-    relative_error: float
-    tolerance: float
-    ok: bool
+from marlin_convert.checks.report import Finding, reported
+from marlin_convert.documents.checks import FusedVerdict, KernelCheck, Verdict
 
 
 @dataclass
@@ -52,15 +26,15 @@ class KernelReport:
         """Whether everything that ran was right."""
         return not self.findings
 
-    def as_json(self, every_expert: bool = True) -> dict[str, Any]:
-        """The report; its schema is schemas/kernel-report.schema.json."""
-        return {
-            "ok": self.ok,
-            "environment": self.environment,
-            "weights_read_back": self.weights_read_back,
-            "seconds": {stage: round(seconds, 3) for stage, seconds in self.seconds.items()},
-            "experts": [asdict(verdict) for verdict in self.verdicts] if every_expert else [],
-            "fused": [asdict(verdict) for verdict in self.fused],
-            "skipped": self.skipped,
-            "findings": [asdict(finding) | {"message": str(finding)} for finding in self.findings],
-        }
+    def document(self, every_expert: bool = True) -> KernelCheck:
+        """For `--json`."""
+        return KernelCheck(
+            ok=self.ok,
+            environment=self.environment,
+            weights_read_back=self.weights_read_back,
+            seconds={stage: round(seconds, 3) for stage, seconds in self.seconds.items()},
+            experts=tuple(self.verdicts) if every_expert else (),
+            fused=tuple(self.fused),
+            skipped=tuple(self.skipped),
+            findings=reported(self.findings),
+        )

@@ -163,7 +163,7 @@ def environment(provider: Provider, manifest: Manifest) -> dict[str, Any]:
 
     found: dict[str, Any] = {
         "provider": provider.name,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "layout": manifest.layout_id,
         "source": manifest.source_id,
     }

@@ -1,0 +1,93 @@
+"""What `plan --json` prints: the files that a conversion would write, and their sizes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from marlin_convert.documents.fields import (
+    Count,
+    Dtype,
+    Offset,
+    OneOrMore,
+    Shape,
+    ShardPath,
+    ShardSize,
+    TensorName,
+    Text,
+    UnitName,
+    about,
+)
+from marlin_convert.documents.manifest import Padding
+
+
+class PlanSource(Struct, frozen=True, omit_defaults=True):
+    """The checkpoint."""
+
+    label: Annotated[Text, about("the source as it was given")]
+    files: Annotated[OneOrMore, about("weight files")]
+    tensors: Annotated[OneOrMore, about("tensors")]
+    payload_bytes: Annotated[OneOrMore, about("bytes of all tensors")]
+    quantization_config_at: Annotated[
+        str, about("section of config.json with the quantization_config", enum=["", "text_config"])
+    ]
+    repo: Annotated[Text | None, about("hub repository")] = None
+    revision: Annotated[Text | None, about("its commit")] = None
+
+
+class PlanBytes(Struct, frozen=True, omit_defaults=True):
+    """Sizes."""
+
+    output: Annotated[OneOrMore, about("all shard files")]
+    rank: Annotated[OneOrMore, about("tensors that one rank loads")]
+    free: Annotated[Count | None, about("free space at OUT; null where none was given")]
+    fetched: Annotated[Count | None, about("of a repository: bytes that come over the wire")] = None
+    staged: Annotated[Count | None, about("of them, most at a time with --free-source")] = None
+
+
+class PlanTensor(Struct, frozen=True):
+    """A tensor of each of a unit's files."""
+
+    name: Annotated[TensorName, about("name; __pad__.N is a filler")]
+    dtype: Annotated[Dtype, about("safetensors dtype")]
+    shape: Annotated[Shape, about("shape in each file")]
+    offset: Annotated[Offset, about("from the start of the file")]
+    size: Annotated[OneOrMore, about("bytes")]
+    rule: Annotated[Text, about("how it is cut; filler for what only fills a page")]
+
+
+class PlanView(Struct, frozen=True):
+    """Neighbours that may be read as one tensor."""
+
+    name: Annotated[TensorName, about("name of the view")]
+    members: Annotated[tuple[TensorName, ...], Meta(min_length=2), about("tensors it is made of")]
+
+
+class PlanUnit(Struct, frozen=True):
+    """What the files of a unit hold."""
+
+    unit: Annotated[UnitName, about("the unit")]
+    paths: Annotated[tuple[ShardPath, ...], Meta(min_length=1), about("its file for each rank")]
+    file_size: Annotated[ShardSize, about("bytes of each")]
+    tensors: Annotated[tuple[PlanTensor, ...], Meta(min_length=1), about("in file order")]
+    fused: Annotated[tuple[PlanView, ...], about("tensors that may be read as one")]
+
+
+class Plan(Struct, frozen=True):
+    """Everything that a conversion with these options would write."""
+
+    source: Annotated[PlanSource, about("the checkpoint")]
+    layout: Annotated[Text, about("layout of the stacked tensors")]
+    tp: Annotated[OneOrMore, about("ranks in all")]
+    ep: Annotated[OneOrMore, about("groups the routed experts are split over")]
+    moe_tp: Annotated[OneOrMore, about("slices of one expert")]
+    ranks: Annotated[tuple[Count, ...], about("ranks that would be made", uniqueItems=True)]
+    layers: Annotated[tuple[Count, ...], about("layers that would be made", uniqueItems=True)]
+    complete: Annotated[bool, about("whether that is all there is")]
+    padding: Annotated[Padding | None, about("zeros at the end of each expert's slice, or null")]
+    bytes: Annotated[PlanBytes, about("sizes")]
+    units: Annotated[tuple[PlanUnit, ...], Meta(min_length=1), about("what each unit's files hold")]
+    copied: Annotated[tuple[Text, ...], about("small files that are copied")]
+    left_out: Annotated[tuple[Text, ...], about("what is not")]
+    notes: Annotated[tuple[Text, ...], about("what a person should know")]
