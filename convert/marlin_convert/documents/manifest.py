@@ -116,7 +116,8 @@ class Unit(Struct, frozen=True):
     ]
 
 
-class StoredTensor(Struct, frozen=True, omit_defaults=True):
+# Without gc: there are tens of thousands in a large manifest, and the collector would look at them all.
+class StoredTensor(Struct, frozen=True, omit_defaults=True, gc=False):
     """A tensor of a shard."""
 
     name: Annotated[TensorName, about("name; __pad__.N is a filler")]
