@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from msgspec import Meta
+
+FORMAT: Final = "marlin-convert"
+FORMAT_VERSION: Final = 1
 
 
 def about(description: str, **schema: Any) -> Meta:

@@ -9,6 +9,8 @@ from msgspec import Meta, Struct, field
 
 from marlin_convert.documents.codec import Sealed, parse_json, seal_holds, typed
 from marlin_convert.documents.fields import (
+    FORMAT,
+    FORMAT_VERSION,
     Checks,
     Digest,
     Dtype,
@@ -26,7 +28,6 @@ from marlin_convert.documents.fields import (
 )
 from marlin_convert.documents.identity import FileIdentity, SourceIdentity
 from marlin_convert.errors import OutputError, UsageError
-from marlin_convert.storage.shard_file import FORMAT, FORMAT_VERSION
 
 
 class StoredLayout(Struct, frozen=True, omit_defaults=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import xxhash
 from msgspec import Meta, Struct
 
 from marlin_convert.documents.codec import read, write
@@ -20,7 +21,6 @@ from marlin_convert.documents.fields import (
 )
 from marlin_convert.documents.identity import SourceIdentity
 from marlin_convert.errors import OutputError
-from marlin_convert.storage.files import digest
 
 
 class JobOptions(Struct, frozen=True):
@@ -94,14 +94,14 @@ class Record(Struct, frozen=True):
 def write_record(unit: FinishedUnit) -> bytes:
     """The bytes of a unit's record."""
     body = write(unit)
-    return write(Record(digest(body).hex(), body.decode()))
+    return write(Record(xxhash.xxh3_128_hexdigest(body), body.decode()))
 
 
 def read_record(raw: bytes, where: str) -> FinishedUnit:
     """The unit of a record. Raises OutputError where it is not whole."""
     complaint = f"{where} is damaged"
     record = read(raw, Record, complaint)
-    if digest(record.unit.encode()).hex() != record.digest:
+    if xxhash.xxh3_128_hexdigest(record.unit.encode()) != record.digest:
         raise OutputError(f"{complaint} (its text does not match its digest)")
     return read(record.unit.encode(), FinishedUnit, complaint)
 

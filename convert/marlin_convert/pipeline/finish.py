@@ -21,6 +21,7 @@ from marlin_convert.checkpoint.quantization import rewritten
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.documents.codec import NO_DIGEST, sealed
 from marlin_convert.documents.engine_files import quantization_config
+from marlin_convert.documents.fields import FORMAT, FORMAT_VERSION
 from marlin_convert.documents.manifest import ListedFile
 from marlin_convert.documents.provenance import Provenance
 from marlin_convert.documents.records import FinishedUnit
@@ -30,7 +31,6 @@ from marlin_convert.pipeline.stages import Stages
 from marlin_convert.pipeline.target import Target
 from marlin_convert.planning.output import OutputPlan, rank_folder
 from marlin_convert.storage.files import digest, machine_errors, write_atomic, write_durably
-from marlin_convert.storage.shard_file import FORMAT, FORMAT_VERSION
 
 #: small files of the source that are read at a time
 AT_A_TIME = 8

@@ -15,6 +15,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from marlin_convert.checkpoint.source import Source
+from marlin_convert.documents.fields import FORMAT_VERSION
 from marlin_convert.documents.manifest import Manifest, read_manifest
 from marlin_convert.documents.records import Job, JobOptions
 from marlin_convert.errors import ConvertError, SourceError, UsageError
@@ -22,7 +23,6 @@ from marlin_convert.pipeline.target import Target
 from marlin_convert.pipeline.work_folder import WORK, WorkFolder
 from marlin_convert.planning.output import OutputPlan
 from marlin_convert.shards.kept_source import DIGESTS
-from marlin_convert.storage.shard_file import FORMAT_VERSION
 
 #: what is proven while converting, each more than the one before
 CHECKS = ("none", "exact", "kernel")
