@@ -138,6 +138,7 @@ def test_what_is_no_json_that_all_parsers_agree_on(raw: bytes, wrong: str) -> No
 def test_what_is_wrong_is_said_with_its_place() -> None:
     job: dict[str, Any] = plain(
         Job(
+            "marlin-convert",
             JobOptions(1, "a layout", "0" * 32, 2, 1, (0, 1), (3,), False, "exact"),
             SourceIdentity(files=(), config="0" * 32),
             {"a": [1, 2]},

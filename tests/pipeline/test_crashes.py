@@ -168,13 +168,14 @@ def test_killed_again_and_again(trial: Trial) -> None:
 def test_killed_while_overwriting(trial: Trial, copied: Path) -> None:
     """Half of the old is gone: it is no longer taken for a finished conversion."""
     assert copied == trial.out
-    done = trial.run("--overwrite", fault={"call": "unlink", "number": 5, "action": "SIGKILL"})
+    fault = {"call": "unlink", "number": 5, "action": "SIGKILL"}
+    done = trial.run("--layers", 1, "--overwrite", "--yes", fault=fault)
     assert done.code == -signal.SIGKILL
     assert not (copied / "manifest.json").exists()
     done = trial.forks.run("verify", copied)
     assert done.code == 1
     assert "run the same convert command again" in done.stderr
-    done = trial.run("--overwrite")
+    done = trial.run("--overwrite", "--yes")
     assert done.code == 0
     trial.assert_as_undisturbed()
 
@@ -239,7 +240,7 @@ def test_second_process_is_refused(trial: Trial, tmp_path: Path) -> None:
     trial.assert_as_undisturbed()
 
 
-@pytest.mark.parametrize("overwrite", [(), ("--overwrite",)])
+@pytest.mark.parametrize("overwrite", [(), ("--overwrite", "--yes")])
 def test_locked_folder_is_left_alone(trial: Trial, copied: Path, overwrite: tuple[str, ...]) -> None:
     before = trees.tree(copied, without=())
     descriptor = os.open(copied, os.O_RDONLY)

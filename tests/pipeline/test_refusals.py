@@ -341,7 +341,7 @@ def test_output_in_the_source_by_another_name(copied_source: Path, tmp_path: Pat
     assert "is the source folder or lies in it" in stderr
 
 
-@pytest.mark.parametrize("overwrite", [(), ("--overwrite",)])
+@pytest.mark.parametrize("overwrite", [(), ("--overwrite", "--yes")])
 @pytest.mark.parametrize("foreign", ["notes.txt", "rank-00-of-02/layer-000.safetensors", "manifest.json"])
 def test_output_that_holds_something_else(
     tiny: Checkpoint, tmp_path: Path, command: Command, foreign: str, overwrite: tuple[str, ...]
@@ -478,7 +478,7 @@ def test_source_that_was_touched(forks: Forks, copied_source: Path, tmp_path: Pa
     assert code == 3
     assert "was written again" in stderr
     assert trees.tree(out, without=()) == before
-    assert command("convert", copied_source, out, "--tp", 2, "--overwrite")[0] == 0
+    assert command("convert", copied_source, out, "--tp", 2, "--overwrite", "--yes")[0] == 0
 
 
 def test_source_that_was_touched_before_anything_was_finished(
@@ -498,10 +498,13 @@ def test_damaged_job(tiny: Checkpoint, forks: Forks, tmp_path: Path, command: Co
     out = tmp_path / "out"
     fault = {"call": "replace", "number": 6, "action": "SIGKILL"}
     assert forks.run("convert", tiny.folder, out, "--tp", 2, fault=fault).code == -9
-    (out / ".work" / "job.json").write_text("{")
+    job = out / ".work" / "job.json"
+    job.write_bytes(job.read_bytes()[:-20])
     code, _, stderr = command("convert", tiny.folder, out, "--tp", 2)
     assert code == 1
     assert "start again with --overwrite" in stderr
+    assert command("convert", tiny.folder, out, "--tp", 2, "--overwrite", "--yes")[0] == 0
+    assert command("verify", out)[0] == 0
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "file gone", "file shorter"])

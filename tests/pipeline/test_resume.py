@@ -187,8 +187,10 @@ def test_states_of_a_folder(target: Target, copied: Path, tmp_path: Path) -> Non
 
     WorkFolder(copied).begin(begun(target))
     assert observe(copied).job == begun(target)
-    (copied / ".work" / "job.json").write_text("{}")
+    (copied / ".work" / "job.json").write_text('{"format": "marlin-convert"}')
     assert "job.json" in str(observe(copied).damaged)
+    (copied / ".work" / "job.json").write_text("{}")
+    assert (observe(copied).job, observe(copied).damaged) == (None, None)
     shutil.rmtree(copied / ".work")
     (copied / "manifest.json").write_bytes(
         (copied / "manifest.json").read_bytes().replace(b'"tp":2', b'"tp":4')

@@ -61,6 +61,10 @@ class HubStore:
 
         return Path(self.options.local_dir or self.options.cache_dir or constants.HF_HUB_CACHE)
 
+    def places(self) -> set[Path]:
+        """See `Store`."""
+        return {self.place.resolve()}
+
     def names(self) -> dict[str, bool]:
         """See `Store`."""
         return dict(sorted((dict.fromkeys(self.files, True) | dict.fromkeys(self.folders, False)).items()))

@@ -60,6 +60,9 @@ class Store(Protocol):
     def path(self, name: str) -> Path:
         """A weight file on the disk, whole."""
 
+    def places(self) -> set[Path]:
+        """Real paths of the folders in which the user's own source files are."""
+
     def fetcher(self, needed: Needed, staging: Path, progress: Progress | None) -> Fetcher:
         """What brings the files that units need, in their order; nothing is fetched yet."""
 
@@ -111,6 +114,10 @@ class FolderStore:
     def path(self, name: str) -> Path:
         """Where it lies."""
         return self.folder / name
+
+    def places(self) -> set[Path]:
+        """See `Store`; files may be links into other folders, as in the hub cache."""
+        return {self.folder.resolve(), *(self.path(name).resolve().parent for name in self.names())}
 
     def fetcher(self, needed: Needed, staging: Path, progress: Progress | None) -> Fetcher:
         """All files are here."""

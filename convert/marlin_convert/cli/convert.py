@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 import click
 
 from marlin_convert.cli import output
 from marlin_convert.cli.options import Size, gigabytes, hub_options, json_option, parallel_options
+from marlin_convert.errors import UsageError
+
+#: files named before they are removed
+LISTED = 10
 
 
 @click.command("convert")
@@ -41,7 +48,12 @@ from marlin_convert.cli.options import Size, gigabytes, hub_options, json_option
     help="Stage a repository's files in OUT and remove each once all that needs it is written.",
 )
 @click.option("--max-workers", type=click.IntRange(1), help="Files fetched at a time [default: 2].")
-@click.option("--overwrite", is_flag=True, help="Start again where OUT holds another conversion.")
+@click.option(
+    "--overwrite",
+    is_flag=True,
+    help="Where OUT holds another conversion, remove it and start; what this one has made is kept.",
+)
+@click.option("--yes", is_flag=True, help="With --overwrite: remove without asking.")
 @json_option
 def command(
     source: str,
@@ -62,6 +74,7 @@ def command(
     free_source: bool,
     max_workers: int | None,
     overwrite: bool,
+    yes: bool,
     as_json: bool,
 ) -> None:
     """Convert the checkpoint SOURCE, a folder or a hub repository org/name, to shards for TP ranks in OUT.
@@ -95,6 +108,7 @@ def command(
             progress=progress,
             hub=hub,
             fetch_progress=fetch_progress,
+            confirm=None if yes else _confirm,
         )
     seconds = time.monotonic() - begin
     if as_json:
@@ -121,3 +135,16 @@ def command(
         f" {proof}"
     )
     output.result(f"check what is on the disk:  marlin-convert verify {out}")
+
+
+def _confirm(files: Sequence[Path]) -> bool:
+    """Name what --overwrite removes and ask. Raises UsageError where nobody can be asked."""
+    size = sum(path.stat().st_size for path in files)
+    click.echo(f"--overwrite removes {len(files)} files, {gigabytes(size)}:", err=True)
+    for path in files[:LISTED]:
+        click.echo(f"  {path}", err=True)
+    if len(files) > LISTED:
+        click.echo(f"  and {len(files) - LISTED} more", err=True)
+    if not sys.stdin.isatty():
+        raise UsageError("nothing was removed, as nobody can be asked here; say so with --overwrite --yes")
+    return click.confirm("Remove them?", err=True)

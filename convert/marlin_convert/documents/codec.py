@@ -9,10 +9,10 @@ import math
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-import xxhash
 
 from marlin_convert.documents.fields import Digest, about
 from marlin_convert.errors import OutputError
+from marlin_convert.storage.files import digest
 
 #: stands in a sealed document's place of the digest while the digest is taken
 NO_DIGEST = "0" * 32
@@ -94,12 +94,14 @@ def _finite(value: Any) -> Any:
 def sealed(document: Sealed) -> bytes:
     """The bytes of a document that carries the digest of its own bytes, taken with 32 zeros in its place."""
     raw = write(msgspec.structs.replace(document, digest=NO_DIGEST))
-    return raw.replace(NO_DIGEST.encode(), xxhash.xxh3_128_hexdigest(raw).encode(), 1)
+    return raw.replace(NO_DIGEST.encode(), digest(raw).hex().encode(), 1)
 
 
 def seal_holds(raw: bytes) -> bool:
     """Whether a sealed document is as it was written."""
     key = b'"digest":"'
     at = raw.find(key) + len(key)
-    zeroed = raw[:at] + NO_DIGEST.encode() + raw[at + 32 :]
-    return at >= len(key) and xxhash.xxh3_128_hexdigest(zeroed).encode() == raw[at : at + 32]
+    return (
+        at >= len(key)
+        and digest(raw[:at] + NO_DIGEST.encode() + raw[at + 32 :]).hex().encode() == raw[at : at + 32]
+    )

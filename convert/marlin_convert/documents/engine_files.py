@@ -6,7 +6,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from marlin_convert.documents.fields import FORMAT, FORMAT_VERSION, Positive, Text, about
+from marlin_convert.documents.fields import Positive, Text, about
+from marlin_convert.storage.shard_file import FORMAT, FORMAT_VERSION
 
 
 class QuantizationConfig(Struct, frozen=True):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 from msgspec import Meta
-
-FORMAT: Final = "marlin-convert"
-FORMAT_VERSION: Final = 1
 
 
 def about(description: str, **schema: Any) -> Meta:

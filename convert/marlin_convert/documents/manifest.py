@@ -9,8 +9,6 @@ from msgspec import Meta, Struct, field
 
 from marlin_convert.documents.codec import Sealed, parse_json, seal_holds, typed
 from marlin_convert.documents.fields import (
-    FORMAT,
-    FORMAT_VERSION,
     Checks,
     Digest,
     Dtype,
@@ -28,6 +26,7 @@ from marlin_convert.documents.fields import (
 )
 from marlin_convert.documents.identity import FileIdentity, SourceIdentity
 from marlin_convert.errors import OutputError, UsageError
+from marlin_convert.storage.shard_file import FORMAT, FORMAT_VERSION
 
 
 class StoredLayout(Struct, frozen=True, omit_defaults=True):
@@ -117,8 +116,7 @@ class Unit(Struct, frozen=True):
     ]
 
 
-# Without gc: there are tens of thousands in a large manifest, and the collector would look at them all.
-class StoredTensor(Struct, frozen=True, omit_defaults=True, gc=False):
+class StoredTensor(Struct, frozen=True, omit_defaults=True):
     """A tensor of a shard."""
 
     name: Annotated[TensorName, about("name; __pad__.N is a filler")]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
-import xxhash
 from msgspec import Meta, Struct
 
 from marlin_convert.documents.codec import read, write
@@ -21,6 +20,7 @@ from marlin_convert.documents.fields import (
 )
 from marlin_convert.documents.identity import SourceIdentity
 from marlin_convert.errors import OutputError
+from marlin_convert.storage.files import digest
 
 
 class JobOptions(Struct, frozen=True):
@@ -40,6 +40,7 @@ class JobOptions(Struct, frozen=True):
 class Job(Struct, frozen=True):
     """job.json: what was begun."""
 
+    format: Annotated[Literal["marlin-convert"], about("the mark by which a folder is known to be ours")]
     options: Annotated[JobOptions, about("what must be the same to continue")]
     identity: Annotated[SourceIdentity, about("the source, as in the manifest")]
     stamps: Annotated[
@@ -94,14 +95,14 @@ class Record(Struct, frozen=True):
 def write_record(unit: FinishedUnit) -> bytes:
     """The bytes of a unit's record."""
     body = write(unit)
-    return write(Record(xxhash.xxh3_128_hexdigest(body), body.decode()))
+    return write(Record(digest(body).hex(), body.decode()))
 
 
 def read_record(raw: bytes, where: str) -> FinishedUnit:
     """The unit of a record. Raises OutputError where it is not whole."""
     complaint = f"{where} is damaged"
     record = read(raw, Record, complaint)
-    if xxhash.xxh3_128_hexdigest(record.unit.encode()) != record.digest:
+    if digest(record.unit.encode()).hex() != record.digest:
         raise OutputError(f"{complaint} (its text does not match its digest)")
     return read(record.unit.encode(), FinishedUnit, complaint)
 

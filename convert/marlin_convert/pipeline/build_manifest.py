@@ -10,7 +10,6 @@ from typing import Any
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.documents.codec import NO_DIGEST, sealed, write
 from marlin_convert.documents.engine_files import Index, IndexMetadata
-from marlin_convert.documents.fields import FORMAT, FORMAT_VERSION
 from marlin_convert.documents.manifest import (
     FusedTensor,
     ListedFile,
@@ -31,7 +30,7 @@ from marlin_convert.pipeline.target import Target
 from marlin_convert.planning.output import OutputPlan, OutputUnit, Stack
 from marlin_convert.planning.units import PlainTensor, expert_tensors
 from marlin_convert.storage.files import digest
-from marlin_convert.storage.shard_file import is_filler
+from marlin_convert.storage.shard_file import FORMAT, FORMAT_VERSION, is_filler
 
 #: unit, rank, stacked tensor
 DigestPlace = tuple[str, int | None, str]

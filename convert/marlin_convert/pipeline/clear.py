@@ -1,69 +1,102 @@
-"""`--overwrite`: remove a conversion and nothing else."""
+"""`--overwrite`: remove a conversion and nothing else.
+
+Only what this tool writes is ever removed: in a folder that carries a mark of it, by name, kind and place,
+and never through a link. Anything else in the folder means that nothing is removed at all.
+"""
 
 from __future__ import annotations
 
-import shutil
+import os
+import re
+import stat
 from collections.abc import Iterable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from marlin_convert.checkpoint.index import INDEX_NAME
 from marlin_convert.documents.manifest import read_manifest
-from marlin_convert.errors import OutputError, UsageError
-from marlin_convert.pipeline.work_folder import WORK
+from marlin_convert.errors import ConvertError, UsageError
+from marlin_convert.pipeline.work_folder import REMOVING, WORK, WorkFolder
 from marlin_convert.storage.files import sync_folder
 from marlin_convert.storage.writer import PARTIAL
 
 #: what every conversion writes at the top, beside the small files it copies
-OWN = ("manifest.json", "provenance.json", "digests.bin", "config.json", "README.md")
+OWN = frozenset({"manifest.json", "provenance.json", "digests.bin", "config.json", "README.md"})
+#: below the top, as patterns of whole paths
+FORMS = re.compile(
+    rf"(?:rank-\d+-of-\d+|common)/(?:{re.escape(INDEX_NAME)}|(?:layer-\d+|top|common)\.safetensors(?:{PARTIAL})?)"
+    rf"|source/(?:config\.json|README\.md|digests\.bin|{re.escape(INDEX_NAME)}|headers/[^/]+\.gz)"
+    rf"|{re.escape(WORK)}/(?:job\.json|{REMOVING}|manifest\.json|units/[^/]+\.json|documents/\d+)(?:{PARTIAL})?"
+    rf"|{re.escape(WORK)}/staging/.+"
+)
+FOLDERS = re.compile(
+    rf"rank-\d+-of-\d+|common|source|source/headers|{re.escape(WORK)}(?:/(?:units|documents|staging(?:/.+)?))?"
+)
 
 
-def clear_output(out: Path, copied: Iterable[str]) -> None:
-    """Remove a conversion, manifest first, so that at no time a manifest stands for files that are gone.
+def removable(out: Path, copied: Iterable[str]) -> list[Path]:
+    """Every file of the conversion in OUT, relative to it, the manifest first.
 
-    `copied` are the names of the small files that a conversion of this source copies. Raises UsageError,
-    having removed nothing, where OUT holds files that no conversion wrote.
+    `copied` are the names of the small files that a conversion of this source copies. Raises UsageError where
+    OUT holds anything that no conversion wrote.
     """
-    known = {*OWN, *copied, *_listed(out)}
-    foreign = [path for path in _files(out) if str(path) not in known and not _own_form(path)]
+    names = {*OWN, *copied, *_listed(out)}
+    files, foreign = [], []
+    for path, kind in _walk(out):
+        own = stat.S_ISREG(kind) and (str(path) in names or FORMS.fullmatch(str(path)))
+        own = own or (stat.S_ISDIR(kind) and FOLDERS.fullmatch(str(path)))
+        if not own:
+            foreign.append(path)
+        elif stat.S_ISREG(kind):
+            files.append(path)
     if foreign:
         raise UsageError(
             f"{out} holds {len(foreign)} files that are not of a conversion, such as {foreign[0]}; move them"
             " away, then use --overwrite"
         )
-    (out / WORK).mkdir(exist_ok=True)  # marks the folder as ours until the new run has begun
-    if (out / "manifest.json").exists():
-        (out / "manifest.json").unlink()
-        sync_folder(out)
-    for path in _files(out):
+    return sorted(files, key=lambda path: (path != Path("manifest.json"), path))
+
+
+def clear_output(out: Path, copied: Iterable[str]) -> None:
+    """Remove a conversion, manifest first, so that at no time a manifest stands for files that are gone. The
+    folder is marked until the last file has gone. Raises UsageError, having removed nothing, as `removable`
+    does.
+    """
+    files = removable(out, copied)
+    work = WorkFolder(out)
+    work.mark_removal()
+    for path in files:
         if path.parts[0] != WORK:
             (out / path).unlink()
-    for folder in sorted(
-        (path for path in out.rglob("*") if path.is_dir() and path.name != WORK), reverse=True
-    ):
-        if WORK not in folder.relative_to(out).parts:
-            folder.rmdir()
-    shutil.rmtree(out / WORK)
+            if path.name == "manifest.json":
+                sync_folder(out)
+    for path in files:
+        if path.parts[0] == WORK and path.name != REMOVING:
+            (out / path).unlink(missing_ok=True)
+    for folder in sorted((path for path, kind in _walk(out) if stat.S_ISDIR(kind)), reverse=True):
+        if folder != PurePath(WORK):
+            (out / folder).rmdir()
+    (out / WORK / REMOVING).unlink()
+    (out / WORK).rmdir()
 
 
-def _files(out: Path) -> Iterator[Path]:
-    return (
-        path.relative_to(out) for path in sorted(out.rglob("*")) if not path.is_dir() or path.is_symlink()
-    )
+def remove_partials(out: Path) -> None:
+    """Remove the shards that a killed run left half-written."""
+    for path in out.glob(f"*/*{PARTIAL}"):
+        if FORMS.fullmatch(path.relative_to(out).as_posix()) and not path.is_symlink():
+            path.unlink()
+
+
+def _walk(out: Path) -> Iterator[tuple[Path, int]]:
+    """Everything below OUT with its kind; links are seen, never followed."""
+    for folder, folders, names in os.walk(out):
+        for name in sorted([*folders, *names]):
+            path = Path(folder) / name
+            yield path.relative_to(out), path.lstat().st_mode
 
 
 def _listed(out: Path) -> set[str]:
     try:
         manifest = read_manifest(out)
-    except OutputError:
+    except ConvertError:
         return set()
     return {file.path for file in manifest.files} | {shard.path for shard in manifest.shards}
-
-
-def _own_form(path: Path) -> bool:
-    """Whether a file has a name that only a conversion gives: an unfinished one has no list of its files."""
-    first, name = path.parts[0], path.name.removesuffix(PARTIAL)
-    if first in (WORK, "source"):
-        return True
-    if first == "common" or first.startswith("rank-"):
-        return len(path.parts) == 2 and (name == INDEX_NAME or name.endswith(".safetensors"))
-    return len(path.parts) == 1 and path.name.endswith(PARTIAL)

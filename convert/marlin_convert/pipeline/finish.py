@@ -21,7 +21,6 @@ from marlin_convert.checkpoint.quantization import rewritten
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.documents.codec import NO_DIGEST, sealed
 from marlin_convert.documents.engine_files import quantization_config
-from marlin_convert.documents.fields import FORMAT, FORMAT_VERSION
 from marlin_convert.documents.manifest import ListedFile
 from marlin_convert.documents.provenance import Provenance
 from marlin_convert.documents.records import FinishedUnit
@@ -29,8 +28,10 @@ from marlin_convert.pipeline.build_manifest import build_manifest, digest_file, 
 from marlin_convert.pipeline.card import model_card
 from marlin_convert.pipeline.stages import Stages
 from marlin_convert.pipeline.target import Target
+from marlin_convert.pipeline.work_folder import WORK
 from marlin_convert.planning.output import OutputPlan, rank_folder
-from marlin_convert.storage.files import digest, machine_errors, write_atomic, write_durably
+from marlin_convert.storage.files import digest, machine_errors, write_atomic, write_documents
+from marlin_convert.storage.shard_file import FORMAT, FORMAT_VERSION
 
 #: small files of the source that are read at a time
 AT_A_TIME = 8
@@ -49,8 +50,9 @@ def finish_output(target: Target, records: Mapping[str, FinishedUnit], checks: s
         card = model_card(target, checks, files)
         files.append(_listed("README.md", card))
         manifest = build_manifest(target, records, files, checks)
-        write_durably(out, documents | {"README.md": card, "provenance.json": provenance(source, stages)})
-        write_atomic(out / "manifest.json", manifest)
+        documents |= {"README.md": card, "provenance.json": provenance(source, stages)}
+        write_documents(out, documents, out / WORK / "documents")
+        write_atomic(out / "manifest.json", manifest, out / WORK / "manifest.json")
 
 
 def _listed(path: str, data: bytes) -> ListedFile:

@@ -7,6 +7,7 @@ is asked before anything is made, so that a refusal leaves no trace, and again o
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,14 +16,14 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from marlin_convert.checkpoint.source import Source
-from marlin_convert.documents.fields import FORMAT_VERSION
 from marlin_convert.documents.manifest import Manifest, read_manifest
 from marlin_convert.documents.records import Job, JobOptions
 from marlin_convert.errors import ConvertError, SourceError, UsageError
 from marlin_convert.pipeline.target import Target
-from marlin_convert.pipeline.work_folder import WORK, WorkFolder
+from marlin_convert.pipeline.work_folder import REMOVING, WORK, WorkFolder, is_marked
 from marlin_convert.planning.output import OutputPlan
-from marlin_convert.shards.kept_source import DIGESTS
+from marlin_convert.shards.kept_source import DIGESTS, sound_bytes
+from marlin_convert.storage.shard_file import FORMAT, FORMAT_VERSION
 
 #: what is proven while converting, each more than the one before
 CHECKS = ("none", "exact", "kernel")
@@ -54,7 +55,7 @@ class OutState:
     missing: frozenset[str] = frozenset()
     any_record: bool = False
     keeps_digests: bool = False
-    #: files of a conversion without its manifest: what is left of one that was being removed
+    #: what is left of a conversion that was being removed, or that has lost its manifest
     remains: bool = False
     foreign: bool = False
 
@@ -73,7 +74,8 @@ class Request:
     @property
     def job(self) -> Job:
         """As it is recorded."""
-        return Job(job_options(self.target.plan, self.verify), self.target.identity, dict(self.stamps))
+        options = job_options(self.target.plan, self.verify)
+        return Job(FORMAT, options, self.target.identity, dict(self.stamps))
 
 
 @dataclass(frozen=True)
@@ -85,33 +87,48 @@ class Decision:
     job: Job | None = None
 
 
-def observe(out: Path) -> OutState:
-    """Look at OUT. Raises UsageError where it is no folder."""
+def observe(out: Path, thorough: bool = False) -> OutState:
+    """Look at OUT; `thorough` compares the digests of all listed files but the shards. Raises UsageError
+    where it is no folder.
+    """
     if not out.exists():
         return OutState(out)
     if not out.is_dir():
         raise UsageError(f"{out} is not a folder")
-    work, marked = WorkFolder(out), (out / WORK).is_dir()
+    work = WorkFolder(out)
+    removing = is_marked(work.folder / REMOVING)
     manifest = job = damaged = None
+    begun = is_marked(work.folder / "job.json")
+    ours = begun or is_marked(out / "manifest.json")
     try:
-        if _has_our_manifest(out) or (marked and (out / "manifest.json").exists()):
+        if not removing and ours and (out / "manifest.json").exists():
             manifest = read_manifest(out)
-        job = work.job()
+        job = work.job() if begun and not removing else None
     except ConvertError as error:
         damaged = error
-    ours = marked or manifest is not None or damaged is not None
-    remains = not ours and (out / "source" / "headers").is_dir()
+    remains = removing or (not ours and is_marked(out / "provenance.json"))
+    lost = frozenset() if manifest is None else missing_files(out, manifest)
+    if manifest is not None and thorough:
+        lost |= {file.path for file in manifest.files if not sound_bytes(out, manifest, file.path)}
     return OutState(
         out,
         manifest,
         job,
         damaged,
-        missing=frozenset() if manifest is None else missing_files(out, manifest),
+        missing=lost,
         any_record=work.any_finished(),
         keeps_digests=(out / DIGESTS).exists(),
         remains=remains,
-        foreign=not ours and not remains and any(out.iterdir()),
+        foreign=not ours and not remains and not _is_empty(out),
     )
+
+
+def _is_empty(out: Path) -> bool:
+    """Whether nothing is in a folder, or nothing but what beginning and removing a conversion leaves when
+    they break off: a work folder with no whole file in it.
+    """
+    inside = {path.relative_to(out).as_posix() for path in out.rglob("*")}
+    return inside <= {WORK, f"{WORK}/units", f"{WORK}/job.json.partial", f"{WORK}/{REMOVING}.partial"}
 
 
 def decide(state: OutState, request: Request) -> Decision:
@@ -124,7 +141,7 @@ def decide(state: OutState, request: Request) -> Decision:
     if state.foreign:
         raise UsageError(f"{out} is not empty and is not a conversion; choose an empty folder")
     if request.overwrite:
-        return Decision(Action.REPLACE, request.verify, request.job)
+        return _spare_or_replace(state, request)
     if state.remains:
         raise UsageError(
             f"{out} holds files of a conversion but no manifest.json; use --overwrite to make it again"
@@ -146,6 +163,18 @@ def decide(state: OutState, request: Request) -> Decision:
     return Decision(Action.REPAIR, checks, _job_to_record(state, again))
 
 
+def _spare_or_replace(state: OutState, request: Request) -> Decision:
+    """With --overwrite: what the same job has made already is kept, whatever else is there is removed."""
+    replace_it = Decision(Action.REPLACE, request.verify, request.job)
+    if any(path == "digests.bin" or path.startswith("source/") for path in state.missing):
+        return replace_it  # without these nothing that is left can be proven
+    try:
+        decision = decide(state, dataclasses.replace(request, overwrite=False))
+    except ConvertError:
+        return replace_it
+    return decision
+
+
 def missing_files(out: Path, manifest: Manifest) -> frozenset[str]:
     """Files of a finished conversion that are gone or of another size. What is in the files is for `verify`
     to say.
@@ -159,18 +188,19 @@ def _is_there(path: Path, size: int) -> bool:
     return path.is_file() and path.stat().st_size == size
 
 
-def _has_our_manifest(out: Path) -> bool:
-    try:
-        with (out / "manifest.json").open("rb") as file:
-            return b'"marlin-convert"' in file.read(64)
-    except OSError:
-        return False
-
-
 def _refuse_source(out: Path, source: Source) -> None:
-    here, there = out.resolve(), None if source.folder is None else source.folder.resolve()
-    if here == there or there in here.parents:
-        raise UsageError(f"{out} is the source folder or lies in it; choose another place for the output")
+    """Neither may lie in the other: what is written could be read, what is removed could be the source."""
+    here = out.resolve()
+    if source.folder is not None:
+        there = source.folder.resolve()
+        if here == there or there in here.parents:
+            raise UsageError(f"{out} is the source folder or lies in it; choose another place for the output")
+    for place in source.store.places():
+        if here == place or here in place.parents:
+            raise UsageError(
+                f"{place}, where files of the source are, lies in {out}; choose another place for the"
+                " output, or move the source"
+            )
 
 
 def job_options(plan: OutputPlan, verify: str) -> JobOptions:

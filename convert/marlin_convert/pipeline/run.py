@@ -16,7 +16,7 @@ from marlin_convert.checkpoint.source import Source, open_source
 from marlin_convert.documents.records import FinishedUnit
 from marlin_convert.errors import SourceError, UsageError
 from marlin_convert.pipeline.budget import Budget, choose_budget
-from marlin_convert.pipeline.clear import clear_output
+from marlin_convert.pipeline.clear import clear_output, removable, remove_partials
 from marlin_convert.pipeline.executor import Executor, Job
 from marlin_convert.pipeline.expert_job import expert_jobs
 from marlin_convert.pipeline.finish import finish_output
@@ -35,8 +35,11 @@ from marlin_convert.planning.units import expert_tensors
 from marlin_convert.progress import Progress
 from marlin_convert.shards.kept_source import recorded_digests
 from marlin_convert.storage.buffers import BufferPool
-from marlin_convert.storage.files import machine_errors
+from marlin_convert.storage.files import machine_errors, make_folder
 from marlin_convert.storage.reads import PieceReader
+
+#: asked with the files of a conversion that --overwrite is about to remove; False leaves them
+Confirm = Callable[[Sequence[Path]], bool]
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ def convert(
     progress: Progress | None = None,
     hub: HubOptions | None = None,
     fetch_progress: Progress | None = None,
+    confirm: Confirm | None = None,
 ) -> Report:
     """Convert a checkpoint, a folder or a repository `org/name`; run again, it continues.
 
@@ -77,7 +81,8 @@ def convert(
     (each buffer is inverted and compared with the source before it is written), "kernel" (and each written
     layer goes through the kernel on a GPU) or "none". `progress(done, total)` gets source bytes and may be
     called from any thread; `fetch_progress` the same for what comes from the hub. `hub` says how a repository
-    is read and kept.
+    is read and kept. `overwrite` keeps what the same conversion has made and removes any other one, after
+    `confirm(files)` said so.
 
     Raises UsageError for options that conflict with each other or with what OUT holds; SourceError for a
     source that is not what it should be; MachineError where disk or machine failed.
@@ -90,7 +95,7 @@ def convert(
     budget = choose_budget(target, threads, memory)
     files = () if opened.folder is None else [header.file for header in opened.headers]
     request = Request(target, stamps(opened, files), verify, overwrite)
-    return Conversion(target, request, budget, direct_io, progress).run(fetch_progress)
+    return Conversion(target, request, budget, direct_io, progress).run(fetch_progress, confirm)
 
 
 @dataclass
@@ -108,15 +113,18 @@ class Conversion:
         self.work = WorkFolder(self.target.out)
         self.records: dict[str, FinishedUnit] = {}
 
-    def run(self, fetch_progress: Progress | None) -> Report:
+    def run(self, fetch_progress: Progress | None, confirm: Confirm | None) -> Report:
         """Do what is left to do in OUT. Raises what `convert` raises."""
         target, out = self.target, self.target.out
-        decide(observe(out), self.request)
+        if self._decide().action is Action.REPLACE and confirm is not None:
+            files = [out / path for path in removable(out, target.source.auxiliary)] if out.exists() else []
+            if files and not confirm(files):
+                raise UsageError(f"{out} was left as it is")
         kernel = kernel_check(target) if self.request.verify == "kernel" else None
         with machine_errors(f"creating {out}"):
             out.mkdir(parents=True, exist_ok=True)
         with locked(out):
-            decision = decide(observe(out), self.request)
+            decision = self._decide()
             if decision.action is not Action.DONE:
                 left = self._prepare(decision)
                 self._make(left, decision.checks, kernel, fetch_progress)
@@ -126,6 +134,10 @@ class Conversion:
             self.work.remove()
         made = len(left)
         return Report(out, made, len(target.plan.units) - made, target.plan.total_bytes, self.stages)
+
+    def _decide(self) -> Decision:
+        """What may be done with OUT as it is now."""
+        return decide(observe(self.target.out, thorough=self.request.overwrite), self.request)
 
     def _prepare(self, decision: Decision) -> list[OutputUnit]:
         """Bring OUT into the state in which units can be made; returns those that are left."""
@@ -139,7 +151,7 @@ class Conversion:
                 self.work.begin(decision.job)
             if decision.action is Action.REPAIR:
                 reopen(target, self.work)
-            self.work.remove_partials()
+            remove_partials(out)
             for unit in target.plan.units:
                 if (record := self.work.finished(target.plan, unit)) is not None:
                     self.records[unit.name] = record
@@ -157,7 +169,7 @@ class Conversion:
             {(out / plan.path(unit, rank)).parent for unit in plan.units for rank in unit.ranks}
         ):
             with machine_errors(f"creating {folder}"):
-                folder.mkdir(exist_ok=True)
+                make_folder(folder)
 
         def finished(done: UnitWork, record: FinishedUnit) -> None:
             """A unit's files are durable: unless the source was touched meanwhile, its record makes it

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,10 +14,23 @@ from marlin_convert.documents.codec import read, write
 from marlin_convert.documents.records import FinishedUnit, Job, read_record, write_record
 from marlin_convert.errors import MachineError, OutputError
 from marlin_convert.planning.output import OutputPlan, OutputUnit
-from marlin_convert.storage.files import digest, machine_error, sync_folder, write_atomic
-from marlin_convert.storage.writer import PARTIAL
+from marlin_convert.storage.files import digest, machine_error, make_folder, sync_folder, write_atomic
 
 WORK = ".work"
+#: in it while a conversion is being removed: what is left still carries our mark
+REMOVING = "removing.json"
+#: begins every document by which a folder is known to be ours
+MARK = b'"marlin-convert"'
+
+
+def is_marked(path: Path) -> bool:
+    """Whether a file is one of the documents by which a folder is known to be ours; never through a link."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    with os.fdopen(descriptor, "rb") as file:
+        return stat.S_ISREG(os.fstat(descriptor).st_mode) and MARK in file.read(64)
 
 
 @contextmanager
@@ -55,10 +69,17 @@ class WorkFolder:
         return read(path.read_bytes(), Job, f"{path} is damaged; start again with --overwrite")
 
     def begin(self, job: Job) -> None:
-        """Record what is being done."""
-        (self.folder / "units").mkdir(parents=True, exist_ok=True)
-        sync_folder(self.out)
+        """Record what is being done. The job is there before anything else is, as the mark of the folder."""
+        make_folder(self.folder)
         write_atomic(self.folder / "job.json", write(job, indent=1))
+        make_folder(self.folder / "units")
+        sync_folder(self.out)
+
+    def mark_removal(self) -> None:
+        """From now on OUT is what is left of a conversion."""
+        make_folder(self.folder)
+        write_atomic(self.folder / REMOVING, b'{"format": "marlin-convert"}\n')
+        sync_folder(self.out)
 
     def record(self, unit: FinishedUnit) -> None:
         """Record a finished unit; its files must be durable already."""
@@ -90,13 +111,6 @@ class WorkFolder:
             except OSError:
                 return None
         return record
-
-    def remove_partials(self) -> None:
-        """Remove what a killed run left half-written."""
-        for path in self.out.glob(f"*/*{PARTIAL}"):
-            path.unlink()
-        for path in self.out.glob(f"*{PARTIAL}"):
-            path.unlink()
 
     def remove(self) -> None:
         """The work is done: nothing of it stays."""

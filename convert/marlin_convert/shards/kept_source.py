@@ -55,13 +55,12 @@ def digests_by_tensor(headers: Sequence[Header], blob: bytes) -> dict[str, bytes
 
 def recorded_digests(out: Path, source: Source) -> dict[str, tuple[bytes, str]]:
     """Digest and file of each source tensor, as OUT keeps them from when it was finished: what is made again
-    must come of the same bytes.
+    must come of the same bytes. Nothing where they are not there, or not whole.
     """
     try:
-        blob = (out / DIGESTS).read_bytes()
-    except FileNotFoundError:
+        digests = digests_by_tensor(source.headers, (out / DIGESTS).read_bytes())
+    except (FileNotFoundError, OutputError):
         return {}
-    digests = digests_by_tensor(source.headers, blob)
     return {name: (value, source.tensors[name].file) for name, value in digests.items() if value != ZEROS}
 
 

@@ -63,19 +63,62 @@ def existing(place: Path) -> Path:
     return place
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write a file so that it is either there whole, durably, or not at all."""
-    temporary = path.with_name(path.name + ".partial")
+def make_folder(folder: Path) -> None:
+    """Make a folder, unless it is there. Raises OSError where a link or something else stands in its place:
+    what is written under a name of ours must not land elsewhere.
+    """
     try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        folder.mkdir()
+    except FileExistsError:
+        if folder.is_symlink() or not folder.is_dir():
+            what = "a link" if folder.is_symlink() else "no folder"
+            raise OSError(errno.ENOTDIR, f"it is {what}; move it away", str(folder)) from None
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Write a file that is durable under a name nobody looks for; what a broken run left under it is
+    replaced.
+    """
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+    try:
+        write_all(descriptor, memoryview(data), 0)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomic(path: Path, data: bytes, temporary: Path | None = None) -> None:
+    """Write a file so that it is either there whole, durably, or not at all; through no link. `temporary` is
+    its name until it is whole, on the same file system.
+    """
+    temporary = temporary or path.with_name(path.name + ".partial")
+    try:
+        write_new(temporary, data)
+        os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def write_documents(folder: Path, files: Mapping[str, bytes], work: Path) -> None:
+    """Write files below `folder`, each of which appears whole or not at all, whatever stood there. They are
+    made in `work`, on the same file system, and get their names when all of them are on the disk.
+    """
+    make_folder(work)
+    for number, data in enumerate(files.values()):
+        write_new(work / str(number), data)
+    folders = {folder}
+    for number, name in enumerate(files):
+        parent = folder
+        for part in Path(name).parts[:-1]:
+            parent /= part
+            make_folder(parent)
+            folders.add(parent)
+        os.replace(work / str(number), folder / name)
+    for each in sorted(folders, reverse=True):
+        sync_folder(each)
 
 
 def write_all(descriptor: int, data: memoryview, offset: int) -> None:
@@ -85,23 +128,6 @@ def write_all(descriptor: int, data: memoryview, offset: int) -> None:
         if written <= 0:
             raise OSError(errno.EIO, "a write wrote nothing")
         data, offset = data[written:], offset + written
-
-
-def write_durably(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files that count only once something written later says so: all of them, then all to the disk,
-    each waited for once.
-    """
-    parents = {(folder / name).parent for name in files}
-    for parent in sorted(parents):
-        if not parent.is_dir():
-            parent.mkdir(parents=True)
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
-    for name in files:
-        with (folder / name).open("rb") as file:
-            os.fsync(file.fileno())
-    for parent in {folder, *parents, *(parent.parent for parent in parents if parent != folder)}:
-        sync_folder(parent)
 
 
 @contextmanager

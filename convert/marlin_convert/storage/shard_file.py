@@ -8,10 +8,12 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from marlin_convert.checkpoint.header import DTYPE_SIZE
-from marlin_convert.documents.fields import FORMAT, FORMAT_VERSION
 
+FORMAT: Final = "marlin-convert"
+FORMAT_VERSION: Final = 1
 PAGE = 4096
 PAD_PREFIX = "__pad__."
 MAX_TENSORS = 1024
