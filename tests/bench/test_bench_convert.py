@@ -99,6 +99,7 @@ def test_a_conversion_that_fails_is_no_measurement(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
+@pytest.mark.slow
 def test_layout() -> None:
     report = bench_layout(1)
     valid("bench-layout", report)

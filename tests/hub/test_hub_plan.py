@@ -12,6 +12,8 @@ import pytest
 from hub.proxy import Answer, Request
 from hub.setting import Done, Published, differences
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., Done]
 
 
