@@ -155,7 +155,11 @@ def _child(own: Path, tests: tuple[str, ...]) -> None:
 
 
 def _write_results(outcomes: list[Outcome], seconds: float) -> None:
-    killers = {outcome.mutant: outcome.killer.removeprefix("tests/") for outcome in outcomes if outcome.dead}
+    killers = {
+        outcome.mutant: outcome.killer.removeprefix("tests/").partition("[")[0]
+        for outcome in outcomes
+        if outcome.dead
+    }
     lines = [
         "# What the mutants came to",
         "",
