@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any
 
 #: what can be broken, as attributes of `os`
-CALLS = ("fsync", "replace", "pwrite", "posix_fallocate", "preadv", "mkdir", "unlink", "rmdir")
+CALLS = ("open", "fsync", "replace", "pwrite", "posix_fallocate", "preadv", "mkdir", "unlink", "rmdir")
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def verify(
             for shard in manifest.shards
             if check_shard(folder, manifest, shard, kept.model.experts, report)
         }
-        sound = bool(sound_bytes(folder, manifest, "source/digests.bin"))
+        sound = sound_bytes(folder, manifest, "source/digests.bin") is not None
         if opened is None and not sound:
             raise OutputError(
                 f"{out}/source/digests.bin is damaged, so nothing can be proven from {out} alone: give"
@@ -99,7 +99,7 @@ class _Data:
     def __init__(self, out: Path, manifest: Manifest, kept: KeptSource, published: Published) -> None:
         self._manifest, self._kept, self._published = manifest, kept, published
         self._reader = PieceReader(lambda path: out / path)
-        self._digests = sound_bytes(out, manifest, "digests.bin")
+        self._digests = sound_bytes(out, manifest, "digests.bin") or b""
         if manifest.layout_id not in known_layouts():
             raise OutputError(f"{out}: the layout {manifest.layout_id} is not one this program knows")
 

@@ -23,8 +23,8 @@ def reopen(target: Target, work: WorkFolder) -> None:
     manifest = read_manifest(out)
     kept = read_kept_source(out, manifest)
     blob, kept_blob = (sound_bytes(out, manifest, name) for name in ("digests.bin", "source/digests.bin"))
-    if not (blob and kept_blob):
-        name = "digests.bin" if not blob else "source/digests.bin"
+    if blob is None or kept_blob is None:
+        name = "digests.bin" if blob is None else "source/digests.bin"
         raise OutputError(
             f"{out}/{name} is damaged or missing, so what is left cannot be reused; start again with"
             " --overwrite"

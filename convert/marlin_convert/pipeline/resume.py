@@ -109,7 +109,7 @@ def observe(out: Path, thorough: bool = False) -> OutState:
     remains = removing or (not ours and is_marked(out / "provenance.json"))
     lost = frozenset() if manifest is None else missing_files(out, manifest)
     if manifest is not None and thorough:
-        lost |= {file.path for file in manifest.files if not sound_bytes(out, manifest, file.path)}
+        lost |= {file.path for file in manifest.files if sound_bytes(out, manifest, file.path) is None}
     return OutState(
         out,
         manifest,

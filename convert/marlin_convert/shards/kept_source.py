@@ -64,12 +64,13 @@ def recorded_digests(out: Path, source: Source) -> dict[str, tuple[bytes, str]]:
     return {name: (value, source.tensors[name].file) for name, value in digests.items() if value != ZEROS}
 
 
-def sound_bytes(out: Path, manifest: Manifest, name: str) -> bytes:
-    """What a listed file holds; nothing where it is not there or not what the manifest has the digest of."""
-    data = (out / name).read_bytes() if (out / name).is_file() else b""
-    return (
-        data if digest(data).hex() in [file.digest for file in manifest.files if file.path == name] else b""
-    )
+def sound_bytes(out: Path, manifest: Manifest, name: str) -> bytes | None:
+    """What a listed file holds; None where it is not there or not what the manifest has the digest of."""
+    if not (out / name).is_file():
+        return None
+    data = (out / name).read_bytes()
+    listed = [file.digest for file in manifest.files if file.path == name]
+    return data if digest(data).hex() in listed else None
 
 
 def read_kept_source(out: Path, manifest: Manifest) -> KeptSource:
