@@ -16,7 +16,7 @@ from once import once
 
 if TYPE_CHECKING:
     from marlin_convert.checkpoint.source import Source
-    from marlin_convert.planning.output import OutputPlan
+    from marlin_convert.planning.output_plan import OutputPlan
 
 #: a checkpoint with all there is (dense layer, two MoE layers, vision) in 3 MB
 TINY: dict[str, Any] = {"experts": 4, "moe_intermediate": 256, "vt_layers": 1}
@@ -55,7 +55,7 @@ def full_size(standin: Path) -> Source:
 @pytest.fixture(scope="session")
 def full_plan(full_size: Source) -> Callable[[int, int], OutputPlan]:
     """Plans of it by tp and ep."""
-    from marlin_convert.planning.output import Options, plan_output
+    from marlin_convert.planning.output_plan import Options, plan_output
 
     return cache(lambda tp, ep: plan_output(full_size, Options(tp, ep)))
 

@@ -13,7 +13,7 @@ import pytest
 
 from checkpoints import make_small
 from marlin_convert.cli import cli, run
-from marlin_convert.planning.output import OutputPlan
+from marlin_convert.planning.output_plan import OutputPlan
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 

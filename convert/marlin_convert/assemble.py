@@ -16,10 +16,9 @@ import numpy.typing as npt
 from marlin_convert.documents.manifest import Shard, StoredTensor
 from marlin_convert.layout.protocol import ELEMENT, PROJECTIONS, ExpertShape, ExpertSlice, Layout, Role
 from marlin_convert.layout.rows import RowView
-from marlin_convert.storage.buffers import aligned_buffer
+from marlin_convert.storage.buffers import Bytes, aligned_buffer
 from marlin_convert.storage.reads import Piece, PieceReader, plan_reads
 
-Bytes = npt.NDArray[np.uint8]
 #: rows `begin` to `end` of a whole source tensor, [rows, bytes of a row]
 Fill = Callable[[int, int], Bytes]
 #: the source matrices of an expert, uint8 [out, bytes of a row], by projection and role

@@ -20,7 +20,7 @@ from marlin_convert.checkpoint.source import open_source
 from marlin_convert.documents.bench import ConversionVariant
 from marlin_convert.documents.provenance import Stage
 from marlin_convert.errors import MachineError
-from marlin_convert.planning.output import Options, plan_output
+from marlin_convert.planning.output_plan import Options, plan_output
 
 SCHEMAS = Path(__file__).parents[2] / "schemas"
 

@@ -13,7 +13,7 @@ import pytest
 
 import trees
 from checkpoints import Checkpoint, make_small
-from marlin_convert.checks.report import Finding
+from marlin_convert.checks.findings import Finding
 from marlin_convert.checks.verify import verify
 from marlin_convert.errors import ConvertError, OutputError
 from marlin_convert.pipeline.run import convert

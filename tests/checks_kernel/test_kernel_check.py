@@ -16,7 +16,7 @@ import torch
 
 from any_document import plain
 from checkpoints import Checkpoint
-from marlin_convert.checks.kernel.results import KernelReport
+from marlin_convert.checks.kernel.kernel_report import KernelReport
 from marlin_convert.checks.kernel.verify_kernel import verify_kernel
 from marlin_convert.errors import MachineError, SourceError, UsageError
 from mistakes import Planted, mistakes, plant

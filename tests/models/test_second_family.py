@@ -23,7 +23,7 @@ from marlin_convert.checks.verify import verify
 from marlin_convert.errors import SourceError, UsageError
 from marlin_convert.models.family import parse_config
 from marlin_convert.pipeline.run import convert
-from marlin_convert.planning.output import Options, plan_output
+from marlin_convert.planning.output_plan import Options, plan_output
 from marlin_convert.shards.reader import open_shards
 
 ROOT = Path(__file__).parents[2]

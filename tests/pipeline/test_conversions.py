@@ -20,7 +20,7 @@ from checkpoints import Checkpoint, Form, Order
 from checkpoints.names import ShapeDtype
 from marlin_convert.checks.verify import verify
 from marlin_convert.errors import OutputError
-from marlin_convert.pipeline.run import Report, convert
+from marlin_convert.pipeline.run import Converted, convert
 from marlin_convert.shards.reader import open_shards
 from whole import assert_as_the_oracle_says
 
@@ -79,7 +79,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
 }
 
 
-def converted(checkpoint: Checkpoint, out: Path, tp: int, ep: int = 1, **options: Any) -> Report:
+def converted(checkpoint: Checkpoint, out: Path, tp: int, ep: int = 1, **options: Any) -> Converted:
     return convert(str(checkpoint.folder), out, tp=tp, ep=ep, **({"threads": 2} | options))
 
 

@@ -18,7 +18,7 @@ from marlin_convert.errors import OutputError, SourceError, UsageError
 from marlin_convert.pipeline.resume import Action, Decision, OutState, Request, decide, observe
 from marlin_convert.pipeline.target import Target
 from marlin_convert.pipeline.work_folder import WorkFolder
-from marlin_convert.planning.output import Options, plan_output
+from marlin_convert.planning.output_plan import Options, plan_output
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 
 from checkpoints import FULL, plan_files
 from marlin_convert.checkpoint.source import Source
-from marlin_convert.planning.output import OutputPlan
+from marlin_convert.planning.output_plan import OutputPlan
 from marlin_convert.slicing import Topology
 from marlin_convert.storage.shard_file import TensorSpec, is_filler
 

@@ -17,7 +17,7 @@ from marlin_convert.pipeline.target import Target
 from marlin_convert.pipeline.tensor_job import tensor_jobs
 from marlin_convert.pipeline.unit_work import UnitWork
 from marlin_convert.planning.needs import needs, unit_files
-from marlin_convert.planning.output import Options, plan_output
+from marlin_convert.planning.output_plan import Options, plan_output
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from checkpoints.names import Tensor
 from marlin_convert.checkpoint.index import SourceTensor
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.errors import SourceError, UsageError
-from marlin_convert.planning.output import Options, plan_output
+from marlin_convert.planning.output_plan import Options, plan_output
 
 Sparse = Callable[..., Source]
 EXPERT = "language_model.model.layers.1.mlp.experts.3.up_proj."

@@ -50,7 +50,7 @@ class HubStore:
         return f"{self.hub.repo}@{self.hub.commit}"
 
     @property
-    def origin(self) -> tuple[str, str]:
+    def hub_commit(self) -> tuple[str, str]:
         """Repository and commit."""
         return self.hub.repo, self.hub.commit
 
@@ -127,7 +127,7 @@ class HubStore:
         for folder in (staging, self.options.local_dir):
             if folder is not None and (Path(folder) / name).is_file():
                 return Path(folder) / name
-        repo, commit = self.origin
+        repo, commit = self.hub_commit
         found = try_to_load_from_cache(repo, name, cache_dir=self.options.cache_dir, revision=commit)
         return Path(found) if isinstance(found, str) else None
 

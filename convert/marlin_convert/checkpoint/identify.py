@@ -31,7 +31,7 @@ def identify(source: Source, threads: int = 8) -> SourceIdentity:
     """
     with ThreadPoolExecutor(threads) as workers:
         files = tuple(workers.map(lambda header: _identify_file(source, header), source.headers))
-    repo, revision = source.store.origin or (None, None)
+    repo, revision = source.store.hub_commit or (None, None)
     config = xxhash.xxh3_128_hexdigest(source.config_bytes)
     return SourceIdentity(repo=repo, revision=revision, files=files, config=config)
 

@@ -22,7 +22,7 @@ from marlin_convert.checkpoint.index import (
     weight_files,
     weight_names,
 )
-from marlin_convert.checkpoint.store import RECORD, FolderStore, Store, recorded_origin
+from marlin_convert.checkpoint.store import RECORD, FolderStore, Store, recorded_commit
 from marlin_convert.errors import ConvertError, SourceError, UsageError
 from marlin_convert.models.family import ModelConfig, parse_config
 
@@ -150,7 +150,7 @@ def _store(source: str, hub: HubOptions | None) -> tuple[Store, tuple[str, ...]]
             f"{source} is the folder of that name here, not the repository on the hub; write ./{source} to"
             " say so"
         )
-        return FolderStore(folder, recorded_origin(folder)), (note,) if is_repository(source) else ()
+        return FolderStore(folder, recorded_commit(folder)), (note,) if is_repository(source) else ()
     if folder.exists():
         raise UsageError(
             f"{source} is a file, not a folder; give the folder that holds config.json and the .safetensors"

@@ -39,7 +39,7 @@ class Store(Protocol):
         """The folder, where all files lie in one that is the user's own."""
 
     @property
-    def origin(self) -> tuple[str, str] | None:
+    def hub_commit(self) -> tuple[str, str] | None:
         """(repository, commit) where that is known for certain."""
 
     def names(self) -> dict[str, bool]:
@@ -72,7 +72,7 @@ class FolderStore:
     """A local folder."""
 
     folder: Path
-    origin: tuple[str, str] | None = None
+    hub_commit: tuple[str, str] | None = None
 
     @property
     def where(self) -> str:
@@ -124,7 +124,7 @@ class FolderStore:
         return LocalFiles()
 
 
-def recorded_origin(folder: Path) -> tuple[str, str] | None:
+def recorded_commit(folder: Path) -> tuple[str, str] | None:
     """(repository, commit) of a folder that `download` filled, if all its files still have the sizes it
     recorded.
     """

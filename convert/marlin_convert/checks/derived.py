@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from marlin_convert.checks.findings import Finding, Verification
 from marlin_convert.checks.origins import expected_origin
-from marlin_convert.checks.report import Finding, Report
 from marlin_convert.documents.manifest import FusedTensor, Manifest, Padding, Shard, StoredTensor
 from marlin_convert.kernels.quant_types import kernel_type
 from marlin_convert.layout import get_layout, known_layouts
@@ -17,7 +17,7 @@ from marlin_convert.shards.kept_source import KeptSource
 from marlin_convert.storage.shard_file import is_filler
 
 
-def check_manifest(manifest: Manifest, kept: KeptSource, report: Report) -> set[str]:
+def check_manifest(manifest: Manifest, kept: KeptSource, report: Verification) -> set[str]:
     """Everything in the manifest that can be derived. Returns the paths of shards of which it says the right
     things.
     """

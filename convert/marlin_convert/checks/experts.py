@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from marlin_convert.assemble import Bytes, Matrices, StoredSlice, assemble_expert, piece_of, read_pieces
+from marlin_convert.assemble import Matrices, StoredSlice, assemble_expert, piece_of, read_pieces
+from marlin_convert.checks.findings import Finding, Verification
 from marlin_convert.checks.origins import expert_owner
 from marlin_convert.checks.published import Published
-from marlin_convert.checks.report import Finding, Report
 from marlin_convert.layout.protocol import PROJECTIONS, ExpertShape, Layout, Role
+from marlin_convert.storage.buffers import Bytes
 from marlin_convert.storage.files import digest
 from marlin_convert.storage.reads import PieceReader
 
@@ -66,7 +67,7 @@ class ExpertCheck:
 
     reader: PieceReader
     published: Published
-    report: Report
+    report: Verification
     stored: StoredLayer
 
     def check(self, expert: int) -> None:

@@ -12,8 +12,8 @@ import numpy as np
 import xxhash
 
 from marlin_convert.assemble import CHUNK, StoredSlice, read_rows, stream_tensor
+from marlin_convert.checks.findings import Finding, Verification
 from marlin_convert.checks.published import Published
-from marlin_convert.checks.report import Finding, Report
 from marlin_convert.documents.manifest import Origin
 from marlin_convert.storage.reads import PieceReader
 
@@ -26,7 +26,7 @@ class PlainCheck:
 
     reader: PieceReader
     published: Published
-    report: Report
+    report: Verification
     tp: int
     layer: int | None
 

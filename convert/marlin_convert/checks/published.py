@@ -7,26 +7,36 @@ from __future__ import annotations
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
-from marlin_convert.checkpoint.source import Source
-from marlin_convert.checks.report import SOURCE_DAMAGED, Finding, Report
+from marlin_convert.checkpoint.identify import identify
+from marlin_convert.checkpoint.source import Source, open_source
+from marlin_convert.checks.findings import SOURCE_DAMAGED, Finding, Verification
+from marlin_convert.documents.manifest import Manifest
 from marlin_convert.errors import SourceError
 from marlin_convert.shards.kept_source import ZEROS, KeptSource
+from marlin_convert.storage.buffers import Bytes
 from marlin_convert.storage.files import digest
-
-Bytes = npt.NDArray[np.uint8]
 
 #: a tensor up to this size is read whole to be hashed; expert matrices are, and then compared
 WHOLE = 64 << 20
 CHUNK = 8 << 20
 
 
+def open_same(source: str, manifest: Manifest) -> Source:
+    """The source that a folder was made from. Raises SourceError where `source` is another one."""
+    opened = open_source(source)
+    if (difference := manifest.source.identity.difference(identify(opened))) is not None:
+        raise SourceError(f"{source} is not what this output was made from: {difference}")
+    return opened
+
+
 class Published:
     """Digests and bytes of source tensors. `kept_is_sound`: source/digests.bin is what the manifest lists."""
 
-    def __init__(self, kept: KeptSource, source: Source | None, kept_is_sound: bool, report: Report) -> None:
+    def __init__(
+        self, kept: KeptSource, source: Source | None, kept_is_sound: bool, report: Verification
+    ) -> None:
         self._kept, self._source, self._sound, self._report = kept, source, kept_is_sound, report
         self.whole = lru_cache(maxsize=16)(self._whole)
 

@@ -11,13 +11,13 @@ from safetensors import SafetensorError, safe_open
 
 from marlin_convert.checkpoint.header import Header
 from marlin_convert.checkpoint.store import header_of
-from marlin_convert.checks.report import Finding, Report
+from marlin_convert.checks.findings import Finding, Verification
 from marlin_convert.documents.manifest import Manifest, Shard
 from marlin_convert.errors import SourceError
 from marlin_convert.storage.files import PAGE, digest
 
 
-def check_shard(out: Path, manifest: Manifest, shard: Shard, experts: int, report: Report) -> bool:
+def check_shard(out: Path, manifest: Manifest, shard: Shard, experts: int, report: Verification) -> bool:
     """Size, header, identity and places of one shard. True where its data may be read."""
     path = out / shard.path
     problems = list(_shard_problems(path, manifest, shard, experts))

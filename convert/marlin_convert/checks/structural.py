@@ -13,8 +13,8 @@ import xxhash
 from marlin_convert.checkpoint.index import INDEX_NAME
 from marlin_convert.checkpoint.quantization import rewritten
 from marlin_convert.checkpoint.source import Source
+from marlin_convert.checks.findings import Finding, Verification
 from marlin_convert.checks.origins import expected_origin
-from marlin_convert.checks.report import Finding, Report
 from marlin_convert.documents.codec import read, seal_holds, typed
 from marlin_convert.documents.engine_files import (
     Index,
@@ -31,7 +31,7 @@ from marlin_convert.storage.shard_file import is_filler
 UNLISTED = frozenset({"manifest.json", "provenance.json"})
 
 
-def check_listed_files(out: Path, manifest: Manifest, report: Report) -> None:
+def check_listed_files(out: Path, manifest: Manifest, report: Verification) -> None:
     """Size and digest of every file beside the shards; nothing else lies in OUT; provenance.json is as it was
     written.
     """
@@ -63,7 +63,7 @@ def check_listed_files(out: Path, manifest: Manifest, report: Report) -> None:
         report.add(Finding("provenance.json", "its bytes do not match its own digest"))
 
 
-def check_documents(manifest: Manifest, kept: KeptSource, out: Path, report: Report) -> None:
+def check_documents(manifest: Manifest, kept: KeptSource, out: Path, report: Verification) -> None:
     """config.json, source id, indexes, origins: derived again and compared."""
     own = {file.path: file for file in manifest.files}
     identity = manifest.source.identity
@@ -111,7 +111,7 @@ def _is_rewritten(path: Path, manifest: Manifest, kept: KeptSource) -> bool:
     )
 
 
-def _check_index(out: Path, folder: str, shards: list[Shard], report: Report) -> None:
+def _check_index(out: Path, folder: str, shards: list[Shard], report: Verification) -> None:
     stored = {
         tensor.name: shard for shard in shards for tensor in shard.tensors if not is_filler(tensor.name)
     }
@@ -125,7 +125,7 @@ def _check_index(out: Path, folder: str, shards: list[Shard], report: Report) ->
         report.add(Finding(f"{folder}/{INDEX_NAME}", "is not the index of the shards beside it"))
 
 
-def check_small_files(out: Path, source: Source, report: Report) -> None:
+def check_small_files(out: Path, source: Source, report: Verification) -> None:
     """The files beside the weights are the source's own."""
     names = {name: name for name in source.auxiliary} | (
         {"README.md": "source/README.md"} if source.readme is not None else {}
@@ -141,7 +141,7 @@ def check_small_files(out: Path, source: Source, report: Report) -> None:
             report.add(Finding(path, f"is not the source's {name}"))
 
 
-def check_coverage(manifest: Manifest, kept: KeptSource, report: Report) -> None:
+def check_coverage(manifest: Manifest, kept: KeptSource, report: Verification) -> None:
     """Each source tensor is stored once or only checked, or lies outside the ranks and layers that were asked
     for.
     """
@@ -170,7 +170,7 @@ def check_coverage(manifest: Manifest, kept: KeptSource, report: Report) -> None
     _check_units(manifest, report)
 
 
-def _check_units(manifest: Manifest, report: Report) -> None:
+def _check_units(manifest: Manifest, report: Verification) -> None:
     """Every unit and every rank's shard of it is there."""
     names = {unit.name for unit in manifest.units}
     expected = {f"layer-{layer:03d}" for layer in manifest.layers} | ({"top"} if manifest.complete else set())

@@ -11,14 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from marlin_convert.assemble import StoredSlice, read_rows
-from marlin_convert.checkpoint.identify import identify
-from marlin_convert.checkpoint.source import Source, open_source
 from marlin_convert.checks.derived import check_manifest
 from marlin_convert.checks.experts import ExpertCheck, StoredLayer
+from marlin_convert.checks.findings import Finding, Verification
 from marlin_convert.checks.origins import expected_origin
 from marlin_convert.checks.plain import PlainCheck
-from marlin_convert.checks.published import Published
-from marlin_convert.checks.report import Finding, Report
+from marlin_convert.checks.published import Published, open_same
 from marlin_convert.checks.shard_files import check_shard
 from marlin_convert.checks.structural import (
     check_coverage,
@@ -27,14 +25,14 @@ from marlin_convert.checks.structural import (
     check_small_files,
 )
 from marlin_convert.documents.manifest import Manifest, Unit, read_manifest
-from marlin_convert.errors import OutputError, SourceError, UsageError
+from marlin_convert.errors import OutputError, UsageError
 from marlin_convert.layout import get_layout, known_layouts
+from marlin_convert.progress import Progress
 from marlin_convert.shards.kept_source import KeptSource, read_kept_source, sound_bytes
 from marlin_convert.storage.files import digest, machine_errors
 from marlin_convert.storage.reads import PieceReader
 from marlin_convert.storage.shard_file import is_filler
 
-Progress = Callable[[int, int], None]
 REMAKE = "to mend it make it again: convert with --overwrite"
 
 
@@ -44,26 +42,26 @@ def verify(
     *,
     threads: int | None = None,
     progress: Progress | None = None,
-) -> Report:
+) -> Verification:
     """Check a converted folder: structure, every digest, and that the inverse layout gives the source, every
     nibble and every scale.
 
     Without `source` the digests kept in OUT stand for it; with it, the published files are read as well.
-    Returns a Report; raises OutputError where OUT cannot be checked at all, SourceError where `source` is not
+    Raises OutputError where OUT cannot be checked at all, SourceError where `source` is not
     the one OUT was made from.
     """
     folder = Path(out)
     if not folder.is_dir():
         raise UsageError(f"{out} is not a folder")
     manifest = read_manifest(folder)
-    report = Report()
+    report = Verification()
     with machine_errors(f"checking {out}"):
         kept = read_kept_source(folder, manifest)
         check_listed_files(folder, manifest, report)
         check_documents(manifest, kept, folder, report)
         right = check_manifest(manifest, kept, report)
         check_coverage(manifest, kept, report)
-        opened = None if source is None else _open_same(source, manifest)
+        opened = None if source is None else open_same(source, manifest)
         if opened is not None:
             check_small_files(folder, opened, report)
         good = {
@@ -86,13 +84,6 @@ def verify(
     return report
 
 
-def _open_same(source: str, manifest: Manifest) -> Source:
-    opened = open_source(source)
-    if (difference := manifest.source.identity.difference(identify(opened))) is not None:
-        raise SourceError(f"{source} is not what this output was made from: {difference}")
-    return opened
-
-
 class _Data:
     """The pass over all tensor data of shards that are structurally sound."""
 
@@ -103,7 +94,7 @@ class _Data:
         if manifest.layout_id not in known_layouts():
             raise OutputError(f"{out}: the layout {manifest.layout_id} is not one this program knows")
 
-    def tasks(self, good: set[str], report: Report) -> Iterator[Callable[[], None]]:
+    def tasks(self, good: set[str], report: Verification) -> Iterator[Callable[[], None]]:
         """A task for each tensor and each expert; `good` are the paths of shards that may be read."""
         for unit in self._manifest.units:
             shards = [shard for shard in self._manifest.shards if shard.unit == unit.name]
@@ -118,7 +109,7 @@ class _Data:
                     yield partial(self._check_filler, item, unit.layer, report)
 
     def _plain_tasks(
-        self, unit: Unit, stored: Sequence[StoredSlice], shards: int, report: Report
+        self, unit: Unit, stored: Sequence[StoredSlice], shards: int, report: Verification
     ) -> Iterator[Callable[[], None]]:
         check = PlainCheck(self._reader, self._published, report, self._manifest.tp, unit.layer)
         for origin in unit.tensors:
@@ -135,7 +126,7 @@ class _Data:
             yield partial(check.check, origin, held)
 
     def _expert_tasks(
-        self, unit: Unit, stored: Sequence[StoredSlice], report: Report
+        self, unit: Unit, stored: Sequence[StoredSlice], report: Verification
     ) -> Iterator[Callable[[], None]]:
         stacked = [origin.tensor for origin in unit.tensors if origin.rule == "experts"]
         if not stacked or unit.layer is None:
@@ -154,7 +145,7 @@ class _Data:
             check = ExpertCheck(self._reader, self._published, report, layer)
             yield from (partial(check.check, expert) for expert in layer.owned())
 
-    def _is_sound(self, layer: StoredLayer, key: tuple[int, str], report: Report) -> bool:
+    def _is_sound(self, layer: StoredLayer, key: tuple[int, str], report: Verification) -> bool:
         """Whether a stacked tensor has the shape of its experts; and its digest must be that of theirs."""
         (rank, name), item = key, layer.held[key]
         full, local = f"{layer.prefix}.{name}", layer.experts // self._manifest.ep
@@ -169,7 +160,7 @@ class _Data:
             report.add(Finding(item.shard.path, what, layer.layer, rank=rank))
         return True
 
-    def _check_filler(self, item: StoredSlice, layer: int | None, report: Report) -> None:
+    def _check_filler(self, item: StoredSlice, layer: int | None, report: Verification) -> None:
         data = read_rows(self._reader, item, 0, item.tensor.shape[0])
         if data.any() or digest(np.ascontiguousarray(data)).hex() != item.tensor.digest:
             what = f"the filler {item.tensor.name} is not all zeros"

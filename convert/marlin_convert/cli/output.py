@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ import click
 from msgspec import Struct
 
 from marlin_convert.documents.codec import write
+from marlin_convert.progress import Progress
 
 
 def result(text: str) -> None:
@@ -42,7 +43,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
 
 
 @contextmanager
-def progress_bar(what: str, unit: str = "B", hub: bool = False) -> Iterator[Callable[[int, int], None]]:
+def progress_bar(what: str, unit: str = "B", hub: bool = False) -> Iterator[Progress]:
     """One bar on stderr, off where that is no terminal; yields `progress(done, total)`, with whose first call
     it appears.
 

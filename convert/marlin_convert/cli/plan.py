@@ -35,7 +35,7 @@ def command(
     fetched; with OUT the free space there is shown too. Nothing is written.
     """
     from marlin_convert.checkpoint.hub_files import HubOptions
-    from marlin_convert.planning.report import plan, rule_of
+    from marlin_convert.planning.plan_report import plan, rule_of
     from marlin_convert.storage.shard_file import is_filler
 
     hub = HubOptions(revision, token, cache_dir)
@@ -85,8 +85,8 @@ def command(
         f" {len(report.source.headers)} files"
     )
     output.result(f"source: {source_size}")
-    if report.source.store.origin is not None:
-        output.result("from: {} at commit {}".format(*report.source.store.origin))
+    if report.source.store.hub_commit is not None:
+        output.result("from: {} at commit {}".format(*report.source.store.hub_commit))
     if (fetched := report.fetched()) is not None:
         output.result(
             f"to fetch: {fetched[0]:,} bytes ({gigabytes(fetched[0])}), kept beside the output; with"

@@ -16,8 +16,8 @@ from marlin_convert.documents.codec import write
 from marlin_convert.storage.files import machine_errors
 
 if TYPE_CHECKING:
-    from marlin_convert.checks.kernel.results import KernelReport
-    from marlin_convert.checks.report import Finding, Report
+    from marlin_convert.checks.findings import Finding, Verification
+    from marlin_convert.checks.kernel.kernel_report import KernelReport
 
 #: findings printed in full; a broken folder can have a hundred thousand
 SHOWN = 40
@@ -126,7 +126,7 @@ def _exact(out: str, source: str | None, threads: int | None, folder: Path | Non
 
 def _mend(findings: Sequence[Finding]) -> str:
     """What to do first."""
-    from marlin_convert.checks.report import SOURCE_DAMAGED
+    from marlin_convert.checks.findings import SOURCE_DAMAGED
 
     if any("(Permission denied)" in finding.what for finding in findings):
         return "see that the files named above can be read, then verify again"
@@ -140,7 +140,7 @@ def _mend(findings: Sequence[Finding]) -> str:
     return "remove the files named above and run the same convert command again; it remakes what is missing"
 
 
-def _summary(found: Report, source: str | None) -> str:
+def _summary(found: Verification, source: str | None) -> str:
     against = "the source itself" if source else "the source's digests"
     looked = (
         f"{found.files} files, {gigabytes(found.bytes)} read, {found.proven:,} source tensors compared with"

@@ -12,7 +12,7 @@ bits, each round its own inverse.
 
 This restates the tile and nibble order that the kernels `gptq_marlin_repack` and `moe_wna16_marlin_gemm` use;
 it is bit-exact against the real op. The arithmetic is on 64-bit words over a run of k-tiles, so that LLVM
-makes vector code of it. `reference.py` says the same in plain lines.
+makes vector code of it. `definition.py` says the same in plain lines.
 """
 
 from __future__ import annotations

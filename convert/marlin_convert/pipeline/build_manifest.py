@@ -27,7 +27,7 @@ from marlin_convert.documents.records import FinishedFile, FinishedUnit
 from marlin_convert.kernels.quant_types import kernel_type
 from marlin_convert.models.family import ModelConfig
 from marlin_convert.pipeline.target import Target
-from marlin_convert.planning.output import OutputPlan, OutputUnit, Stack
+from marlin_convert.planning.output_plan import OutputPlan, OutputUnit, Stack
 from marlin_convert.planning.units import PlainTensor, expert_tensors
 from marlin_convert.storage.files import digest
 from marlin_convert.storage.shard_file import FORMAT, FORMAT_VERSION, is_filler

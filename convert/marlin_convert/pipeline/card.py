@@ -9,7 +9,7 @@ from marlin_convert.checkpoint.source import Source
 from marlin_convert.documents.identity import SourceIdentity
 from marlin_convert.documents.manifest import ListedFile
 from marlin_convert.pipeline.target import Target
-from marlin_convert.planning.output import OutputPlan
+from marlin_convert.planning.output_plan import OutputPlan
 
 #: what of the source's card stays true of a conversion
 CARRIED = re.compile(r"(license|license_name|license_link)[ \t]*:[ \t]*(\S.*?)[ \t]*")

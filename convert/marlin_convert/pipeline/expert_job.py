@@ -14,9 +14,9 @@ from marlin_convert.layout.protocol import ELEMENT, ExpertSlice, Mismatch, Role
 from marlin_convert.layout.rows import RowView
 from marlin_convert.pipeline.stages import Tools
 from marlin_convert.pipeline.unit_work import UnitWork
-from marlin_convert.planning.output import Stack
+from marlin_convert.planning.output_plan import Stack
 from marlin_convert.planning.units import ExpertTensor, expert_tensors
-from marlin_convert.storage.buffers import Buffer
+from marlin_convert.storage.buffers import Bytes
 from marlin_convert.storage.files import PAGE, digest
 from marlin_convert.storage.reads import Piece, ReadPlan, plan_reads
 
@@ -30,7 +30,7 @@ class Output(NamedTuple):
     """
 
     at: int
-    data: Buffer
+    data: Bytes
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class ExpertJob:
                 self._write(outputs)
         tools.progress(size)
 
-    def _outputs(self, buffer: Buffer) -> dict[tuple[int, str], Output]:
+    def _outputs(self, buffer: Bytes) -> dict[tuple[int, str], Output]:
         """By rank and stacked tensor, where the batch goes in `buffer`, each on a page of its own."""
         at, outputs = self.reads.size, {}
         for rank in self.ranks:
@@ -93,7 +93,7 @@ class ExpertJob:
                 at += -(-size // PAGE) * PAGE
         return outputs
 
-    def _slices(self, buffer: Buffer, outputs: Mapping[tuple[int, str], Output]) -> list[ExpertSlice]:
+    def _slices(self, buffer: Bytes, outputs: Mapping[tuple[int, str], Output]) -> list[ExpertSlice]:
         """Every expert for every rank, experts outermost; all in the memory of `buffer`."""
         shape, topology, slices = self.work.target.plan.shape, self.work.target.plan.topology, []
         memory: Memory = {role: buffer.view(element) for role, element in ELEMENT.items()}
@@ -112,7 +112,7 @@ class ExpertJob:
                 slices.append(ExpertSlice(source, stored))
         return slices
 
-    def _matrices(self, memory: Memory, buffer: Buffer) -> dict[int, dict[tuple[str, Role], RowView]]:
+    def _matrices(self, memory: Memory, buffer: Bytes) -> dict[int, dict[tuple[str, Role], RowView]]:
         """The source matrices of each expert, as they were read."""
         matrices: dict[int, dict[tuple[str, Role], RowView]] = {expert: {} for expert in self.experts}
         for tensor, at in zip(self.tensors, self.reads.places, strict=True):
@@ -130,14 +130,14 @@ class ExpertJob:
             " of this unit was kept. Faulty memory is likely: test it, then run the same command again"
         )
 
-    def _hash_source(self, buffer: Buffer) -> None:
+    def _hash_source(self, buffer: Bytes) -> None:
         for tensor, at in zip(self.tensors, self.reads.places, strict=True):
             data = buffer[at : at + self.work.target.source.tensors[tensor.name].entry.size]
             if tensor.role is None:
                 self._check_shape(tensor, data)
             self.work.source_digests[tensor.name] = digest(data)
 
-    def _check_shape(self, tensor: ExpertTensor, data: Buffer) -> None:
+    def _check_shape(self, tensor: ExpertTensor, data: Bytes) -> None:
         """weight_shape only repeats the geometry; it is not stored, so what it says must be what the packed
         tensor has.
         """
@@ -166,7 +166,7 @@ class ExpertJob:
                 work.files[rank].write(outputs[rank, stack.name].data, offset)
 
 
-def _source_matrix(memory: npt.NDArray[Any], data: Buffer, at: int, rows: int) -> RowView:
+def _source_matrix(memory: npt.NDArray[Any], data: Bytes, at: int, rows: int) -> RowView:
     """A source matrix at byte `at` of the memory; copied only where a strange file layout leaves it unaligned
     for its element.
     """

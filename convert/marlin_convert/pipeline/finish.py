@@ -29,7 +29,7 @@ from marlin_convert.pipeline.card import model_card
 from marlin_convert.pipeline.stages import Stages
 from marlin_convert.pipeline.target import Target
 from marlin_convert.pipeline.work_folder import WORK
-from marlin_convert.planning.output import OutputPlan, rank_folder
+from marlin_convert.planning.output_plan import OutputPlan, rank_folder
 from marlin_convert.storage.files import digest, machine_errors, write_atomic, write_documents
 from marlin_convert.storage.shard_file import FORMAT, FORMAT_VERSION
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from marlin_convert.errors import OutputError, UsageError
 from marlin_convert.extras import installed
 from marlin_convert.pipeline.target import Target
-from marlin_convert.planning.output import OutputUnit
+from marlin_convert.planning.output_plan import OutputUnit
 from marlin_convert.storage.reads import read_bytes
 
 Check = Callable[[OutputUnit], None]
@@ -28,8 +28,8 @@ def kernel_check(target: Target, device: str = "cuda") -> Check:
     """
     if not installed("torch"):
         raise UsageError("--verify kernel needs torch: pip install '.[torch]', or use --verify exact")
+    from marlin_convert.checks.kernel.kernel_report import KernelReport
     from marlin_convert.checks.kernel.layer_files import LayerFiles, originals_from_source
-    from marlin_convert.checks.kernel.results import KernelReport
     from marlin_convert.checks.kernel.scope import Scope
     from marlin_convert.checks.kernel.verify_kernel import TOKENS, check_layer
     from marlin_convert.kernels.providers import load_for

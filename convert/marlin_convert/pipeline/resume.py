@@ -21,7 +21,7 @@ from marlin_convert.documents.records import Job, JobOptions
 from marlin_convert.errors import ConvertError, SourceError, UsageError
 from marlin_convert.pipeline.target import Target
 from marlin_convert.pipeline.work_folder import REMOVING, WORK, WorkFolder, is_marked
-from marlin_convert.planning.output import OutputPlan
+from marlin_convert.planning.output_plan import OutputPlan
 from marlin_convert.shards.kept_source import DIGESTS, sound_bytes
 from marlin_convert.storage.shard_file import FORMAT, FORMAT_VERSION
 

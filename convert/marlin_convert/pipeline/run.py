@@ -30,7 +30,7 @@ from marlin_convert.pipeline.tensor_job import tensor_jobs
 from marlin_convert.pipeline.unit_work import UnitWork
 from marlin_convert.pipeline.work_folder import WORK, WorkFolder, locked
 from marlin_convert.planning.needs import needs
-from marlin_convert.planning.output import Options, OutputUnit, plan_output
+from marlin_convert.planning.output_plan import Options, OutputUnit, plan_output
 from marlin_convert.planning.units import expert_tensors
 from marlin_convert.progress import Progress
 from marlin_convert.shards.kept_source import recorded_digests
@@ -43,7 +43,7 @@ Confirm = Callable[[Sequence[Path]], bool]
 
 
 @dataclass(frozen=True)
-class Report:
+class Converted:
     """What a run did: units made now and found finished, and seconds and bytes per stage, summed over
     threads.
     """
@@ -73,7 +73,7 @@ def convert(
     hub: HubOptions | None = None,
     fetch_progress: Progress | None = None,
     confirm: Confirm | None = None,
-) -> Report:
+) -> Converted:
     """Convert a checkpoint, a folder or a repository `org/name`; run again, it continues.
 
     `layers` and `ranks` limit what is made (None: all); `layout` is the id of one of the registered layouts
@@ -113,7 +113,7 @@ class Conversion:
         self.work = WorkFolder(self.target.out)
         self.records: dict[str, FinishedUnit] = {}
 
-    def run(self, fetch_progress: Progress | None, confirm: Confirm | None) -> Report:
+    def run(self, fetch_progress: Progress | None, confirm: Confirm | None) -> Converted:
         """Do what is left to do in OUT. Raises what `convert` raises."""
         target, out = self.target, self.target.out
         if self._decide().action is Action.REPLACE and confirm is not None:
@@ -133,7 +133,7 @@ class Conversion:
                 left = []
             self.work.remove()
         made = len(left)
-        return Report(out, made, len(target.plan.units) - made, target.plan.total_bytes, self.stages)
+        return Converted(out, made, len(target.plan.units) - made, target.plan.total_bytes, self.stages)
 
     def _decide(self) -> Decision:
         """What may be done with OUT as it is now."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from marlin_convert.checkpoint.fetcher import Fetcher
 from marlin_convert.errors import MachineError
-from marlin_convert.planning.output import OutputUnit
+from marlin_convert.planning.output_plan import OutputUnit
 from marlin_convert.storage.files import existing
 
 #: room for indexes, manifest, headers of the source and other small files

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.documents.identity import SourceIdentity
-from marlin_convert.planning.output import OutputPlan
+from marlin_convert.planning.output_plan import OutputPlan
 
 
 @dataclass(frozen=True)

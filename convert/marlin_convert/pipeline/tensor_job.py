@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from marlin_convert.errors import ConvertError
@@ -17,10 +16,9 @@ from marlin_convert.pipeline.stages import Tools
 from marlin_convert.pipeline.unit_work import UnitWork
 from marlin_convert.planning.units import PlainTensor
 from marlin_convert.slicing import Rank, span
+from marlin_convert.storage.buffers import Bytes
 from marlin_convert.storage.files import PAGE
 from marlin_convert.storage.reads import Piece, plan_reads
-
-Bytes = npt.NDArray[np.uint8]
 
 #: source bytes of a chunk, about
 CHUNK = 16 << 20

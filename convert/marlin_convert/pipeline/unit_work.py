@@ -14,7 +14,7 @@ import numpy.typing as npt
 from marlin_convert.documents.records import ExpertDigests, FinishedFile, FinishedUnit
 from marlin_convert.errors import SourceError
 from marlin_convert.pipeline.target import Target
-from marlin_convert.planning.output import OutputUnit
+from marlin_convert.planning.output_plan import OutputUnit
 from marlin_convert.storage.files import digest
 from marlin_convert.storage.shard_file import header_bytes, is_filler
 from marlin_convert.storage.writer import ShardFile, finish_files

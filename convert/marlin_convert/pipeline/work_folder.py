@@ -13,7 +13,7 @@ from pathlib import Path
 from marlin_convert.documents.codec import read, write
 from marlin_convert.documents.records import FinishedUnit, Job, read_record, write_record
 from marlin_convert.errors import MachineError, OutputError
-from marlin_convert.planning.output import OutputPlan, OutputUnit
+from marlin_convert.planning.output_plan import OutputPlan, OutputUnit
 from marlin_convert.storage.files import digest, machine_error, make_folder, sync_folder, write_atomic
 
 WORK = ".work"

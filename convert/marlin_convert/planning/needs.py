@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from marlin_convert.checkpoint.source import Source
-from marlin_convert.planning.output import OutputPlan, OutputUnit
+from marlin_convert.planning.output_plan import OutputPlan, OutputUnit
 from marlin_convert.planning.units import expert_tensors
 
 

@@ -14,13 +14,14 @@ import numpy.typing as npt
 
 from marlin_convert.storage.files import PAGE
 
-Buffer = npt.NDArray[np.uint8]
+#: memory as its bytes
+Bytes = npt.NDArray[np.uint8]
 
 #: from this size on, huge pages are asked for: repacking walks 64 rows at a time, more pages than a TLB holds
 HUGE = 4 << 20
 
 
-def aligned_buffer(size: int) -> Buffer:
+def aligned_buffer(size: int) -> Bytes:
     """A page-aligned uint8 array of private memory."""
     memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -34,13 +35,13 @@ class BufferPool:
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self._kept: list[Buffer] = []
+        self._kept: list[Bytes] = []
         self._held = 0
         self._change = Condition()
         self._stopped = False
 
     @contextmanager
-    def take(self, size: int) -> Iterator[Buffer]:
+    def take(self, size: int) -> Iterator[Bytes]:
         """A buffer of at least `size` bytes, waiting until the budget has room. A job takes all it needs at
         once, so none waits for another while holding memory itself.
 
@@ -57,7 +58,7 @@ class BufferPool:
                 self._kept.append(buffer)
                 self._change.notify_all()
 
-    def _acquire(self, size: int) -> Buffer:
+    def _acquire(self, size: int) -> Bytes:
         with self._change:
             while True:
                 if self._stopped:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from marlin_convert.checks.findings import Finding
 from marlin_convert.checks.kernel.dequantize import ExpertWeights
+from marlin_convert.checks.kernel.kernel_report import KernelReport
 from marlin_convert.checks.kernel.layer_files import LayerFiles
-from marlin_convert.checks.kernel.results import KernelReport
-from marlin_convert.checks.report import Finding
 from marlin_convert.documents.checks import FusedVerdict
 from marlin_convert.kernels.fused_moe import (
     Experts,

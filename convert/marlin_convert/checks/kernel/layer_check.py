@@ -13,20 +13,21 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from marlin_convert.checks.findings import Finding
 from marlin_convert.checks.kernel import dequantize
 from marlin_convert.checks.kernel.dequantize import ExpertWeights, Pair
 from marlin_convert.checks.kernel.diagnose import diagnose
 from marlin_convert.checks.kernel.fused_check import FusedCheck
-from marlin_convert.checks.kernel.layer_files import Bytes, LayerFiles, Original, Originals
-from marlin_convert.checks.kernel.results import KernelReport
+from marlin_convert.checks.kernel.kernel_report import KernelReport
+from marlin_convert.checks.kernel.layer_files import LayerFiles, Original, Originals
 from marlin_convert.checks.kernel.scope import Scope
-from marlin_convert.checks.report import Finding
 from marlin_convert.documents.checks import Verdict
 from marlin_convert.kernels.fused_moe import align, make_workspace
 from marlin_convert.kernels.gemm_call import GemmCall, Matrix
 from marlin_convert.kernels.one_hot import read_back
 from marlin_convert.kernels.providers import Provider
 from marlin_convert.kernels.quant_types import need_kernel_type
+from marlin_convert.storage.buffers import Bytes
 
 #: experts read and copied together
 BATCH = 8

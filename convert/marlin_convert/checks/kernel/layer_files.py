@@ -12,12 +12,12 @@ import numpy.typing as npt
 
 from marlin_convert.assemble import assemble_expert, read_pieces
 from marlin_convert.checkpoint.source import Source
-from marlin_convert.checks.report import Finding
+from marlin_convert.checks.findings import Finding
 from marlin_convert.layout.protocol import PROJECTIONS, ExpertShape, Layout, Role
+from marlin_convert.storage.buffers import Bytes
 from marlin_convert.storage.files import digest
 from marlin_convert.storage.reads import Piece, PieceReader
 
-Bytes = npt.NDArray[np.uint8]
 #: (packed int32 [N, K/8], scale uint16 [N, K/g]) per projection
 Original = dict[str, tuple[npt.NDArray[np.int32], npt.NDArray[np.uint16]]]
 

@@ -7,32 +7,31 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from marlin_convert.checkpoint.identify import identify
-from marlin_convert.checkpoint.source import Source, open_source
+from marlin_convert.checks.kernel.kernel_report import KernelReport
 from marlin_convert.checks.kernel.layer_files import (
     LayerFiles,
     Originals,
     originals_from_source,
     originals_restored,
 )
-from marlin_convert.checks.kernel.results import KernelReport
 from marlin_convert.checks.kernel.scope import Scope, sampled, subset
+from marlin_convert.checks.published import open_same
 from marlin_convert.documents.manifest import Manifest, Unit, read_manifest
-from marlin_convert.errors import MachineError, SourceError, UsageError
+from marlin_convert.errors import MachineError, UsageError
 from marlin_convert.extras import package_version, require
 from marlin_convert.kernels.providers import Provider, load_for
 from marlin_convert.kernels.quant_types import need_kernel_type
 from marlin_convert.layout import get_layout
 from marlin_convert.models.family import ModelConfig
+from marlin_convert.progress import Progress
 from marlin_convert.shards.kept_source import read_kept_source
 from marlin_convert.shards.reader import Shards, open_shards
 
 TOKENS = (1, 9, 90, 330)
-Progress = Callable[[int, int], None]
 
 
 def verify_kernel(
@@ -63,7 +62,7 @@ def verify_kernel(
     need_kernel_type(manifest.layout_id)
     refuse_known_wrong(manifest)
     chosen = load_for(device, provider)
-    opened = None if source is None else _open_same(source, manifest)
+    opened = None if source is None else open_same(source, manifest)
     kept = read_kept_source(folder, manifest)
     model = kept.model
     report = KernelReport(environment=environment(chosen, manifest))
@@ -178,10 +177,3 @@ def environment(provider: Provider, manifest: Manifest) -> dict[str, Any]:
             "cuda": torch.version.cuda,
         }
     return found
-
-
-def _open_same(source: str, manifest: Manifest) -> Source:
-    opened = open_source(source)
-    if (difference := manifest.source.identity.difference(identify(opened))) is not None:
-        raise SourceError(f"{source} is not what this output was made from: {difference}")
-    return opened

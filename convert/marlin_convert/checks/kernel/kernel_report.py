@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from marlin_convert.checks.report import Finding, reported
+from marlin_convert.checks.findings import Finding, reported
 from marlin_convert.documents.checks import FusedVerdict, KernelCheck, Verdict
 
 

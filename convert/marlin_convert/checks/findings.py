@@ -1,4 +1,4 @@
-"""What a check found."""
+"""What the checks of a folder found."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Finding:
 
 
 @dataclass
-class Report:
-    """Findings and what was proven. Filled from several threads."""
+class Verification:
+    """What `verify` found: what is wrong, and how much was read and proven. Filled from several threads."""
 
     findings: list[Finding] = field(default_factory=list)
     files: int = 0

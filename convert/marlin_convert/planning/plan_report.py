@@ -14,7 +14,7 @@ from marlin_convert.checkpoint.source import Source, open_source
 from marlin_convert.documents.manifest import Padding
 from marlin_convert.documents.plan import Plan, PlanBytes, PlanSource, PlanTensor, PlanUnit, PlanView
 from marlin_convert.planning.needs import needs
-from marlin_convert.planning.output import Options, OutputPlan, OutputUnit, plan_output
+from marlin_convert.planning.output_plan import Options, OutputPlan, OutputUnit, plan_output
 from marlin_convert.storage.files import existing
 from marlin_convert.storage.shard_file import is_filler
 
@@ -33,7 +33,7 @@ class PlanReport:
     def document(self) -> Plan:
         """For `--json`."""
         plan, source = self.output, self.source
-        repo, revision = source.store.origin or (None, None)
+        repo, revision = source.store.hub_commit or (None, None)
         fetched, staged = self.fetched() or (None, None)
         padded = plan.layout.padded(plan.shape)
         return Plan(
