@@ -136,6 +136,20 @@ def test_a_longer_file_differs_in_size(made: Checkpoint, folder: Path) -> None:
     assert identity(made.folder).difference(identity(folder)) == f"the size of {file} differs"
 
 
+def test_a_file_that_is_cut_off_after_its_header_was_read(made: Checkpoint, folder: Path) -> None:
+    """The sample of what is left would be that of another source."""
+    source = open_source(str(folder))
+    for header in source.headers:
+        path, whole = folder / header.file, (folder / header.file).read_bytes()
+        for size in (header.data_start, header.size - 1, 4):
+            os.truncate(path, size)
+            with pytest.raises(
+                SourceError, match=f"{header.file} ends at byte {size}, before its tensors do"
+            ):
+                identify(source)
+        path.write_bytes(whole)
+
+
 def test_stamps(folder: Path, made: Checkpoint) -> None:
     source = open_source(str(folder))
     first, second, *_ = sorted(made.files)

@@ -16,6 +16,7 @@ import pytest
 
 import trees
 from checkpoints import Checkpoint
+from forks import Forks
 from marlin_convert import cli
 
 Command = Callable[..., tuple[int, str, str]]
@@ -252,6 +253,25 @@ def test_inspect_scales_and_views(tiny: Checkpoint, tiny_tp2: Path, command: Com
     assert view["shape"] == [512, 256]
     common = json.loads(command("inspect", tiny_tp2, "--tensor", "mm_projector.proj.0.bias", "--json")[1])
     assert common["shape"] == [128]
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_inspecting_a_file_that_is_cut_off_meanwhile(
+    forks: Forks, copied: Path, tmp_path: Path, folder: bool
+) -> None:
+    """It is read and not mapped: touching what is gone of a mapping ends the process."""
+    path = copied / "rank-00-of-02" / "layer-001.safetensors"
+    fault = {
+        "call": "preadv",
+        "number": 0,
+        "action": "run",
+        "command": ["truncate", "--size", "8192", str(path)],
+        "result": str(tmp_path / "result"),
+    }
+    done = forks.run("inspect", copied if folder else path, "--tensor", PACKED, fault=fault)
+    assert path.stat().st_size == 8192
+    assert (done.code, done.stdout) == (1 if folder else 3, "")
+    assert f"{path} ends at byte 8192, before its tensors do: it was changed while being read" in done.stderr
 
 
 @pytest.mark.parametrize("verb", ["inspect"])

@@ -22,7 +22,7 @@ import pytest
 
 import trees
 from checkpoints import Checkpoint
-from forks import Done, Forks
+from forks import EVERY, Done, Forks
 from marlin_convert.checks.verify import verify
 
 #: where runs are broken: (call, how far into all calls of that name)
@@ -221,6 +221,27 @@ def test_other_calls_refused(trial: Trial, call: str) -> None:
 def test_unreadable_once_directly(trial: Trial) -> None:
     """Direct reads that fail where ordinary ones do not are no error."""
     assert trial.broken("preadv", 0.5, "EINVAL").code == 0
+    trial.assert_as_undisturbed()
+
+
+@pytest.mark.parametrize("direct", ["--direct", "--no-direct"])
+@pytest.mark.parametrize("call", ["pread", "preadv"])
+def test_reads_that_always_bring_less_than_asked_for(trial: Trial, call: str, direct: str) -> None:
+    """File systems of the network and of user space may: the source's id and every byte are the same."""
+    fault = {"call": call, "number": EVERY, "action": "short"}
+    done = trial.run(direct, fault=fault)
+    assert (done.code, done.stderr) == (0, "")
+    assert done.counts[call] > 2 * trial.counts[call]
+    trial.assert_as_undisturbed()
+    done = trial.forks.run("verify", trial.out, "--source", trial.source, fault=fault)
+    assert (done.code, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("call", "share"), [("pread", 0.0), ("pread", 0.1), ("pread", 0.6), ("preadv", 0.5)])
+def test_one_read_that_brings_less_than_asked_for(trial: Trial, call: str, share: float) -> None:
+    """The length of a header, the header, the start of the data or a page of the sample."""
+    done = trial.broken(call, share, "short")
+    assert (done.code, done.stderr) == (0, "")
     trial.assert_as_undisturbed()
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from marlin_convert.errors import MachineError, SourceError
 from marlin_convert.storage import reads
 from marlin_convert.storage.buffers import aligned_buffer
-from marlin_convert.storage.reads import MAX_GAP, Piece, PieceReader, plan_reads
+from marlin_convert.storage.reads import MAX_GAP, Piece, PieceReader, plan_reads, read_bytes, read_exactly
 
 PAGE = 4096
 
@@ -137,6 +137,23 @@ def test_a_file_that_ends_too_early(
         SourceError, match="b ends at byte 1000001, before its tensors do: it was changed while being read"
     ):
         read(PieceReader(tmp_path.joinpath, direct), [Piece("b", offset, size)])
+
+
+@pytest.mark.parametrize(("offset", "size", "end"), [(0, 8, 5), (3, 8, 5), (7, 1, 5), (0, 1, 0)])
+def test_exactly_what_is_asked_for_or_the_files_name(
+    tmp_path: Path, offset: int, size: int, end: int
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(end)))
+    with path.open("rb") as file:
+        assert read_exactly(file.fileno(), 0, end, "x") == bytes(range(end))
+        with pytest.raises(
+            SourceError,
+            match=rf"x ends at byte {end}, .* \(bytes {offset} to {offset + size} were expected\)",
+        ):
+            read_exactly(file.fileno(), offset, size, "x")
+    with pytest.raises(SourceError, match=f"file ends at byte {end}, "):
+        read_bytes(path, offset, size)
 
 
 def test_a_file_that_is_gone(tmp_path: Path) -> None:

@@ -21,7 +21,20 @@ from types import TracebackType
 from typing import Any
 
 #: what can be broken, as attributes of `os`
-CALLS = ("open", "fsync", "replace", "pwrite", "posix_fallocate", "preadv", "mkdir", "unlink", "rmdir")
+CALLS = (
+    "open",
+    "fsync",
+    "replace",
+    "pwrite",
+    "posix_fallocate",
+    "pread",
+    "preadv",
+    "mkdir",
+    "unlink",
+    "rmdir",
+)
+#: as the `number` of a fault: every call
+EVERY = -1
 
 
 @dataclass(frozen=True)
@@ -44,9 +57,9 @@ class Forks:
         self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def run(self, *arguments: object, fault: dict[str, Any] | None = None) -> Done:
-        """Run a command line. `fault`: `call` (one of CALLS), `number` (from 0), `action` (a signal's name,
-        an errno's name, or "run"), and for "run" the `command` that is run in the midst, whose end is kept in
-        the file `result`.
+        """Run a command line. `fault`: `call` (of CALLS), `number` (from 0, or EVERY) and `action`: a
+        signal's name, an errno's name, "short" for a read that brings fewer bytes than asked for, or "run",
+        for which `command` is run in the midst; its end is kept in the file `result`.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -91,7 +104,9 @@ class _Faults:
             with self.lock:
                 number = self.counts[name]
                 self.counts[name] += 1
-            if self.fault.get("call") == name and number == self.fault["number"]:
+            if self.fault.get("call") == name and self.fault["number"] in (number, EVERY):
+                if self.fault["action"] == "short":
+                    return function(*_fewer(name, *args), **kwargs)
                 self._break()
             return function(*args, **kwargs)
 
@@ -109,6 +124,14 @@ class _Faults:
         else:
             number = getattr(errno, action)
             raise OSError(number, os.strerror(number))
+
+
+def _fewer(name: str, descriptor: int, wanted: Any, offset: int) -> tuple[Any, ...]:
+    """The arguments of a read that brings a page, or half of what is no more than that."""
+    if name == "pread":
+        return descriptor, 4096 if wanted > 4096 else (wanted + 1) // 2, offset
+    (buffer,) = wanted
+    return descriptor, [buffer[: _fewer("pread", 0, len(buffer), 0)[1]]], offset
 
 
 def _child(request: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from marlin_convert.checkpoint.source import Source
 from marlin_convert.checkpoint.store import open_file
 from marlin_convert.documents.identity import FileIdentity, SourceIdentity
 from marlin_convert.errors import SourceError
+from marlin_convert.storage.reads import read_exactly
 
 #: a sample has at least this many pages of a file that has as many, and less than twice as many
 SAMPLES = 256
@@ -59,7 +60,8 @@ def _sample(source: Source, header: Header) -> str:
             for page in sampled:
                 os.posix_fadvise(descriptor, data + page * PAGE, PAGE, os.POSIX_FADV_WILLNEED)
         for page in sampled:
-            hasher.update(os.pread(descriptor, PAGE, data + page * PAGE))
+            at = data + page * PAGE
+            hasher.update(read_exactly(descriptor, at, min(PAGE, header.size - at), header.file))
     return hasher.hexdigest()
 
 

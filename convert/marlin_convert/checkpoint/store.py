@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from marlin_convert.documents.records import DownloadRecord
 from marlin_convert.errors import OutputError, SourceError
 from marlin_convert.progress import Progress
 from marlin_convert.storage.files import refuse_special
+from marlin_convert.storage.reads import read_exactly
 
 #: written by `download` beside the files: where they come from
 RECORD = ".marlin-convert-source.json"
@@ -104,8 +106,9 @@ class FolderStore:
 
     def start(self, header: Header) -> bytes:
         """The first bytes of a file's data. Raises SourceError."""
+        size = min(START, header.size - header.data_start)
         with open_file(self.path(header.file)) as descriptor:
-            return os.pread(descriptor, START, header.data_start)
+            return read_exactly(descriptor, header.data_start, size, header.file)
 
     def sha256(self, name: str) -> str | None:
         """A folder publishes nothing."""
@@ -140,7 +143,7 @@ def header_of(path: Path) -> Header:
     """The checked header of a safetensors file on disk. Raises SourceError."""
     with open_file(path) as descriptor:
         size = os.fstat(descriptor).st_size
-        return read_header(path.name, size, lambda offset, length: os.pread(descriptor, length, offset))
+        return read_header(path.name, size, partial(read_exactly, descriptor, file=path.name))
 
 
 @contextmanager

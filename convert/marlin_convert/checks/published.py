@@ -17,6 +17,7 @@ from marlin_convert.errors import SourceError
 from marlin_convert.shards.kept_source import ZEROS, KeptSource
 from marlin_convert.storage.buffers import Bytes
 from marlin_convert.storage.files import digest
+from marlin_convert.storage.reads import read_exactly
 
 #: a tensor up to this size is read whole to be hashed; expert matrices are, and then compared
 WHOLE = 64 << 20
@@ -94,9 +95,6 @@ class Published:
     def _read(self, name: str, offset: int, size: int) -> Bytes:
         """Plain reads, tensor by tensor: on purpose not the way the conversion reads."""
         assert self._source is not None
-        with self._source.path(self._source.tensors[name].file).open("rb") as file:
-            file.seek(offset)
-            data = file.read(size)
-        if len(data) != size:
-            raise SourceError(f"{name}: its file ends too early")
-        return np.frombuffer(data, np.uint8)
+        file = self._source.tensors[name].file
+        with self._source.path(file).open("rb", buffering=0) as opened:
+            return np.frombuffer(read_exactly(opened.fileno(), offset, size, file), np.uint8)

@@ -49,9 +49,8 @@ def _shard_problems(path: Path, manifest: Manifest, shard: Shard, experts: int) 
     ]:
         yield "its header lists other tensors than the manifest"
         return
-    with path.open("rb") as file:
-        if digest(file.read(header.data_start)).hex() != shard.header:
-            yield "the bytes of its header do not match their digest"
+    if digest(len(header.raw).to_bytes(8, "little") + header.raw).hex() != shard.header:
+        yield "the bytes of its header do not match their digest"
     joined = bytes.fromhex(shard.header + "".join(tensor.digest for tensor in shard.tensors))
     if digest(joined).hex() != shard.digest:
         yield "the manifest's digest of the file is not that of its parts"

@@ -10,7 +10,7 @@ from pathlib import Path
 from marlin_convert.doctor.machine import text_of
 from marlin_convert.documents.doctor import Place
 from marlin_convert.storage.buffers import aligned_buffer
-from marlin_convert.storage.files import PAGE, existing, open_direct
+from marlin_convert.storage.files import PAGE, existing, open_direct, write_all
 
 PROBE_BYTES = 16 * PAGE
 NO_DIRECT = "the file system has no direct I/O; ordinary I/O is used, which is slower for large files"
@@ -79,9 +79,11 @@ def _round_trip(open_file: Callable[[], int | None]) -> str:
             return NO_DIRECT
         written, back = aligned_buffer(PROBE_BYTES), aligned_buffer(PROBE_BYTES)
         written[:] = [i * 31 % 251 for i in range(PROBE_BYTES)]
-        size = os.pwrite(descriptor, written.data, 0)
+        write_all(descriptor, written.data, 0)
         os.fsync(descriptor)
-        size = min(size, os.preadv(descriptor, [back.data], 0))
+        size = 0
+        while size < PROBE_BYTES and (got := os.preadv(descriptor, [back.data[size:]], size)):
+            size += got
         if size != PROBE_BYTES:
             return f"only {size} of {PROBE_BYTES} bytes came back"
         return "" if (written == back).all() else "what was read back is not what was written"

@@ -10,7 +10,6 @@ engine's parameters. Any contiguous tensor is a target as flat bytes:
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from threading import Condition, Thread
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from marlin_convert.engines.copy_loop import Words, functions, read_and_copy
 from marlin_convert.errors import MachineError
-from marlin_convert.storage.reads import OpenFile
+from marlin_convert.storage.reads import OpenFile, ShortFileError
 
 #: bytes of a buffer for reads from the page cache and for reads from the disk, as measured fastest on an H200
 #: machine. Of the former all together fit its third cache
@@ -162,11 +161,12 @@ def _again(part: Part, buffer: Tensor, free: torch.cuda.Event) -> None:
     """A part that the compiled loop did not manage, so that it succeeds another way or says why it cannot."""
     free.synchronize()
     length = part.target.numel()
-    if part.file.fill(buffer[:length].numpy().data, part.offset, length) < length:
+    try:
+        part.file.fill(buffer[:length].numpy().data, part.offset, length)
+    except ShortFileError as error:
         raise MachineError(
-            f"{part.file.path} ended at byte {os.fstat(part.file.plain).st_size} while it was being read; run"
-            " verify"
-        )
+            f"{part.file.path} ended at byte {error.end} while it was being read; run verify"
+        ) from error
     # a target made in inference mode may be written to only there; others may be anywhere
     with torch.inference_mode():
         part.target.copy_(buffer[:length], non_blocking=True)

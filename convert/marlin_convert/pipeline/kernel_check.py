@@ -15,7 +15,7 @@ from marlin_convert.errors import OutputError, UsageError
 from marlin_convert.extras import installed
 from marlin_convert.pipeline.target import Target
 from marlin_convert.planning.output_plan import OutputUnit
-from marlin_convert.storage.reads import read_bytes
+from marlin_convert.storage.reads import ShortFileError, read_bytes
 
 Check = Callable[[OutputUnit], None]
 
@@ -82,9 +82,7 @@ def _stored(path: Path, unit: OutputUnit, name: str, begin: int, count: int) -> 
     by.
     """
     size = next(stack.expert_bytes for stack in unit.stacked if stack.name == name)
-    found = read_bytes(path, unit.offset(name) + begin * size, count * size)
-    if found.size < count * size:
-        raise OutputError(
-            f"{path} ended before {name} did, while it was being read; run the same command again"
-        )
-    return found
+    try:
+        return read_bytes(path, unit.offset(name) + begin * size, count * size)
+    except ShortFileError as error:
+        raise OutputError(f"{error}; run the same command again") from error

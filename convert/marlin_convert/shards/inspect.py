@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,13 @@ from marlin_convert.documents.results import (
 )
 from marlin_convert.errors import UsageError
 from marlin_convert.shards.reader import NUMPY, open_shards
+from marlin_convert.storage.reads import read_bytes
 from marlin_convert.storage.shard_file import is_filler
+
+#: bytes `size` of a tensor from byte `begin` of it
+Read = Callable[[int, int], npt.NDArray[np.uint8]]
+#: bytes whose codes are counted at a time
+AT_A_TIME = 1 << 24
 
 
 def describe_folder(out: Path) -> InspectedFolder:
@@ -69,7 +77,7 @@ def describe_tensor_of(out: Path, rank: int, name: str) -> InspectedTensor:
     for which in (rank, None):
         shards = open_shards(out, which)
         if name in shards.names() or name in shards.fused_names():
-            return _describe(name, shards.dtype(name), shards[name])
+            return _describe(name, shards.dtype(name), *shards.reader(name))
     raise UsageError(
         f"{out} has no tensor {name} on rank {rank}; `marlin-convert inspect {out}` and its shard files list"
         " what there is"
@@ -78,24 +86,27 @@ def describe_tensor_of(out: Path, rank: int, name: str) -> InspectedTensor:
 
 def describe_tensor_in(path: Path, name: str) -> InspectedTensor:
     """A tensor of one file."""
-    header = header_of(path)
-    for entry in header.tensors:
-        if entry.name == name:
-            data = np.memmap(path, np.uint8, "r", entry.offset, (entry.size,))
-            return _describe(
-                name, entry.dtype, np.asarray(data).view(NUMPY[entry.dtype]).reshape(entry.shape)
-            )
-    raise UsageError(f"{path} has no tensor {name}; `marlin-convert inspect {path}` lists them")
+    entry = {entry.name: entry for entry in header_of(path).tensors}.get(name)
+    if entry is None:
+        raise UsageError(f"{path} has no tensor {name}; `marlin-convert inspect {path}` lists them")
+    return _describe(
+        name, entry.dtype, entry.shape, lambda begin, size: read_bytes(path, entry.offset + begin, size)
+    )
 
 
-def _describe(name: str, dtype: str, array: npt.NDArray[Any]) -> InspectedTensor:
-    tensor = InspectedTensor(name, dtype, array.shape, array.nbytes)
+def _describe(name: str, dtype: str, shape: tuple[int, ...], read: Read) -> InspectedTensor:
+    """Read and not mapped: a file that is cut off meanwhile is an error, and does not end the process."""
+    kind = np.dtype(NUMPY[dtype])
+    tensor = InspectedTensor(name, dtype, shape, math.prod(shape) * kind.itemsize)
     if name.endswith("weight_packed"):
-        counts = code_histogram(array)
+        parts = (
+            read(begin, min(AT_A_TIME, tensor.bytes - begin)) for begin in range(0, tensor.bytes, AT_A_TIME)
+        )
+        counts = sum(map(code_histogram, parts), np.zeros(16, np.int64))
         total = max(int(counts.sum()), 1)
         codes = (Code(code, code - 8, int(n), f"{n / total:.4%}") for code, n in enumerate(counts))
         return replace(tensor, codes=tuple(codes))
-    values = as_float(dtype, array)
+    values = as_float(dtype, read(0, tensor.bytes).view(kind).reshape(shape))
     if values is None or not values.size:
         return tensor
     return replace(
@@ -112,8 +123,8 @@ def code_histogram(words: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     """How often each 4-bit code occurs; the same before and after repacking."""
     counts = np.zeros(16, np.int64)
     flat = words.reshape(-1).view(np.uint8)
-    for begin in range(0, flat.size, 1 << 24):
-        pairs = np.bincount(flat[begin : begin + (1 << 24)], minlength=256).reshape(16, 16)
+    for begin in range(0, flat.size, AT_A_TIME):
+        pairs = np.bincount(flat[begin : begin + AT_A_TIME], minlength=256).reshape(16, 16)
         counts += pairs.sum(0) + pairs.sum(1)
     return counts
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
 
-from marlin_convert.checkpoint.header import parse_header
+from marlin_convert.checkpoint.header import Header, read_header
 from marlin_convert.documents.manifest import FusedTensor, Manifest, Shard, StoredTensor, read_manifest
-from marlin_convert.errors import OutputError, UsageError
+from marlin_convert.errors import OutputError, SourceError, UsageError
 from marlin_convert.slicing import Topology
 from marlin_convert.storage.files import refuse_special
-from marlin_convert.storage.reads import read_bytes
+from marlin_convert.storage.reads import ShortFileError, read_bytes, read_exactly
 from marlin_convert.storage.shard_file import is_filler
 
 Array = npt.NDArray[np.generic]
@@ -52,6 +53,7 @@ class Shards:
     _where: dict[str, tuple[Shard, StoredTensor]]
     _fused: dict[str, tuple[Shard, FusedTensor]]
     _maps: dict[str, mmap.mmap] = field(default_factory=dict)
+    _checked: set[str] = field(default_factory=set)
 
     def names(self, unit: str | None = None) -> list[str]:
         """Names in load order, of one unit (`layer-001`) or of all."""
@@ -109,14 +111,24 @@ class Shards:
         OutputError where the file is short, MachineError where it cannot be read.
         """
         shard, tensor = self._where[name]
-        self.mapping(shard)  # sees that it is the right file
         row = tensor.size // tensor.shape[0]
-        found = read_bytes(self.out / shard.path, tensor.offset + begin * row, count * row)
-        if found.size < count * row:
-            raise OutputError(
-                f"{self.out / shard.path} ended before {name} did, while it was being read; run verify"
-            )
-        return found
+        return self._bytes(shard, tensor.offset + begin * row, count * row)
+
+    def reader(self, name: str) -> tuple[tuple[int, ...], Callable[[int, int], npt.NDArray[np.uint8]]]:
+        """The shape of a tensor or a fused view, and a function that reads `size` bytes from byte `begin` of
+        it, as `read` does. KeyError for an unknown name.
+        """
+        shard, place = self._fused[name] if name in self._fused else self._where[name]
+        return place.shape, lambda begin, size: self._bytes(shard, place.offset + begin, size)
+
+    def _bytes(self, shard: Shard, offset: int, size: int) -> npt.NDArray[np.uint8]:
+        path = self.out / shard.path
+        try:
+            if shard.path not in self._checked:
+                os.close(self._opened(shard))
+            return read_bytes(path, offset, size)
+        except ShortFileError as error:
+            raise OutputError(f"{error}; run verify") from error
 
     def dtype(self, name: str) -> str:
         """The safetensors dtype of a tensor."""
@@ -131,39 +143,57 @@ class Shards:
         return tuple(shard for shard in self.manifest.shards if shard.rank == self.rank)
 
     def mapping(self, shard: Shard) -> mmap.mmap:
-        """The read-only mapping of a file, made after seeing that it is the one it should be.
+        """The read-only mapping of a file, made after seeing that it is the one it should be. Where the file
+        is cut off later, touching what is gone ends the process (SIGBUS); `read` raises instead.
 
         A short file would read as garbage, an exchanged one as another rank or layer. Raises OutputError.
         """
         if shard.path not in self._maps:
-            path = self.out / shard.path
+            descriptor = self._opened(shard)
             try:
-                refuse_special(path)
-                with path.open("rb") as file:
-                    size = os.fstat(file.fileno()).st_size
-                    if size != shard.size:
-                        raise OutputError(
-                            f"{path} has {size} bytes, the manifest says {shard.size}; run verify"
-                        )
-                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            except OSError as error:
-                raise OutputError(f"{path}: cannot be read ({error.strerror}); run verify") from error
-            length = int.from_bytes(mapped[:8], "little")
-            metadata = (
-                parse_header(shard.path, size, mapped[8 : 8 + length]).metadata if 8 + length <= size else {}
-            )
-            rank = "common" if shard.rank is None else str(shard.rank)
-            layer = (
-                str(int(shard.unit.removeprefix("layer-"))) if shard.unit.startswith("layer-") else shard.unit
-            )
-            for key, expected in (("rank", rank), ("layer", layer), ("source", self.manifest.source_id)):
-                if metadata.get(key) != expected:
-                    raise OutputError(
-                        f"{path}: its header says {key} {metadata.get(key)}, in this place it must be"
-                        f" {expected}; run verify"
-                    )
-            self._maps[shard.path] = mapped
+                self._maps[shard.path] = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+            except (OSError, ValueError) as error:
+                raise OutputError(
+                    f"{self.out / shard.path}: cannot be mapped ({error}); run verify"
+                ) from error
+            finally:
+                os.close(descriptor)
         return self._maps[shard.path]
+
+    def _opened(self, shard: Shard) -> int:
+        """A descriptor of a file that has the size and the identity it should have. Raises OutputError."""
+        path = self.out / shard.path
+        try:
+            refuse_special(path)
+            descriptor = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise OutputError(f"{path}: cannot be read ({error.strerror}); run verify") from error
+        try:
+            size = os.fstat(descriptor).st_size
+            if size != shard.size:
+                raise OutputError(f"{path} has {size} bytes, the manifest says {shard.size}; run verify")
+            self._refuse_other(
+                shard, read_header(str(path), size, partial(read_exactly, descriptor, file=path))
+            )
+        except BaseException as error:
+            os.close(descriptor)
+            if isinstance(error, OSError):
+                raise OutputError(f"{path}: cannot be read ({error.strerror}); run verify") from error
+            if isinstance(error, SourceError):
+                raise OutputError(f"{error}; run verify") from error
+            raise
+        self._checked.add(shard.path)
+        return descriptor
+
+    def _refuse_other(self, shard: Shard, header: Header) -> None:
+        rank = "common" if shard.rank is None else str(shard.rank)
+        layer = str(int(shard.unit.removeprefix("layer-"))) if shard.unit.startswith("layer-") else shard.unit
+        for key, expected in (("rank", rank), ("layer", layer), ("source", self.manifest.source_id)):
+            if (found := header.metadata.get(key)) != expected:
+                raise OutputError(
+                    f"{self.out / shard.path}: its header says {key} {found}, in this place it must be"
+                    f" {expected}; run verify"
+                )
 
     def close(self) -> None:
         """Unmap. Raises BufferError while views are still alive."""

@@ -21,6 +21,32 @@ from marlin_convert.storage.files import PAGE, drop_cache, machine_error, open_d
 MAX_GAP = 128 << 10
 
 
+class ShortFileError(SourceError):
+    """A file ends, at byte `end`, before the bytes that its header, or who wrote it, says it has."""
+
+    def __init__(self, file: object, descriptor: int, wanted: range, came: int) -> None:
+        self.end = min(wanted.start + came, os.fstat(descriptor).st_size)
+        super().__init__(
+            f"{file} ends at byte {self.end}, before its tensors do: it was changed while being read (bytes"
+            f" {wanted.start} to {wanted.stop} were expected)"
+        )
+
+
+def read_exactly(descriptor: int, offset: int, size: int, file: object) -> bytes:
+    """`size` bytes of a file from `offset`, however few a read brings. Raises OSError, and ShortFileError,
+    which names `file`.
+    """
+    parts: list[bytes] = []
+    done = 0
+    while done < size:
+        part = os.pread(descriptor, size - done, offset + done)
+        if not part:
+            raise ShortFileError(file, descriptor, range(offset, offset + size), done)
+        parts.append(part)
+        done += len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
 class Piece(NamedTuple):
     """Bytes wanted: `size` at `offset` of `file`."""
 
@@ -100,10 +126,9 @@ class OpenFile:
         if self.direct is not None:
             os.close(self.direct)
 
-    def fill(self, target: memoryview, offset: int, needed: int) -> int:
-        """Read at least `needed` bytes from `offset` into `target`; returns how many came, fewer only where
-        the file ends. With a direct descriptor offset, `target` and its length are whole pages. Raises
-        MachineError.
+    def fill(self, target: memoryview, offset: int, needed: int, name: object = None) -> None:
+        """Read at least `needed` bytes from `offset` into `target`. With a direct descriptor offset, `target`
+        and its length are whole pages. Raises ShortFileError, which names `name` or the path; MachineError.
         """
         descriptor = self.descriptor
         done = 0
@@ -117,20 +142,18 @@ class OpenFile:
                     continue
                 raise machine_error(f"reading {self.path}", error) from error
             if got == 0:
-                break
+                raise ShortFileError(name or self.path, self.plain, range(offset, offset + needed), done)
             done += got
             if done < needed and done % PAGE:
                 descriptor = self.plain  # a short direct read leaves an unaligned rest
-        return done
 
 
 def read_bytes(path: Path, offset: int, size: int) -> npt.NDArray[np.uint8]:
-    """Some bytes of a file. Fewer come where it ends before. Raises MachineError, where a mapping of it would
-    end the process.
-    """
+    """Some bytes of a file. Raises ShortFileError or MachineError where a mapping would end the process."""
     buffer, file = np.empty(size, np.uint8), OpenFile(path, direct=False)
     try:
-        return buffer[: file.fill(buffer.data, offset, size)]
+        file.fill(buffer.data, offset, size)
+        return buffer
     finally:
         file.close()
 
@@ -169,20 +192,13 @@ class PieceReader:
                     del self._open[name]
 
     def read(self, plan: ReadPlan, buffer: npt.NDArray[np.uint8]) -> None:
-        """Fill `buffer` (page-aligned, at least plan.size bytes). Raises SourceError where a file ends too
-        early.
-        """
+        """Fill `buffer` (page-aligned, at least plan.size bytes). Raises ShortFileError, MachineError."""
         view = buffer.data
         for run in plan.runs:
             self._read_run(run, view[run.at : run.at + run.length])
 
     def _read_run(self, run: Run, target: memoryview) -> None:
-        file, needed = self._open[run.file], run.used - run.offset
-        done = file.fill(target, run.offset, needed)
-        if done < needed:
-            size = os.fstat(file.plain).st_size
-            raise SourceError(
-                f"{run.file} ends at byte {size}, before its tensors do: it was changed while being read"
-            )
+        file = self._open[run.file]
+        file.fill(target, run.offset, run.used - run.offset, run.file)
         if file.direct is None:
             drop_cache(file.plain, run.offset, run.length)
