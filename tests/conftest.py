@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from checkpoints import Checkpoint, make_small, make_standin
 from forks import Forks
@@ -17,6 +18,12 @@ from once import once
 if TYPE_CHECKING:
     from marlin_convert.checkpoint.source import Source
     from marlin_convert.planning.output_plan import OutputPlan
+
+# how long an example takes says nothing where other work shares the cores
+settings.register_profile(
+    "tests", parent=settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("tests")
 
 #: a checkpoint with all there is (dense layer, two MoE layers, vision) in 3 MB
 TINY: dict[str, Any] = {"experts": 4, "moe_intermediate": 256, "vt_layers": 1}

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save
@@ -21,7 +21,7 @@ from marlin_convert.checkpoint.header import DTYPE_SIZE, MAX_HEADER, TensorEntry
 from marlin_convert.checkpoint.store import header_of
 from marlin_convert.errors import SourceError
 
-many = settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+many = settings(max_examples=200)
 
 
 @pytest.mark.parametrize("name", ATTACKS)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import xxhash
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anywhere import holder, paths, put_odd_values
@@ -121,7 +121,7 @@ def test_every_flipped_bit_is_seen() -> None:
     assert seal_holds(bytes(raw))
 
 
-@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200)
 @given(data=st.data())
 def test_every_other_change_is_seen(data: st.DataObject) -> None:
     raw = sealed(MANIFEST)
@@ -239,7 +239,7 @@ def test_every_key_is_needed() -> None:
             parse_manifest(json.dumps(document).encode(), PATH)
 
 
-@settings(deadline=None, max_examples=400, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400)
 @given(data=st.data(), count=st.integers(1, 2))
 def test_mutated_manifests(data: st.DataObject, count: int) -> None:
     document = json.loads(sealed(MANIFEST))

@@ -27,7 +27,7 @@ from marlin_convert.documents.records import (
 )
 from marlin_convert.errors import OutputError
 
-slowly = settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+slowly = settings(max_examples=40, suppress_health_check=list(HealthCheck))
 
 
 UNITS = st.lists(documents(Unit), min_size=1, max_size=2, unique_by=lambda unit: unit.name)

@@ -121,7 +121,7 @@ def test_block_size_is_the_first_that_is_not_full(num_tokens: int, num_experts: 
     assert choose_block_size(num_tokens, 8, num_experts) == size
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), block_size=st.sampled_from([8, 16, 64]), keep_foreign=st.booleans())
 def test_alignment_lists_each_own_choice_once_under_its_expert(
     data: st.DataObject, block_size: int, keep_foreign: bool

@@ -82,7 +82,7 @@ def test_each_code_of_a_tile_is_read_exactly_once(num_bits: int) -> None:
         assert sorted(table) == list(range(table.size))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     k_tiles=st.integers(1, 5),
     n_tiles=st.integers(1, 3),

@@ -11,7 +11,7 @@ from marlin_convert.layout import definition, marlin
 from oracle import published_codes
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(n=st.integers(1, 3), k=st.integers(1, 5), seed=st.integers(0, 2**32 - 1))
 def test_the_repack_is_the_reference(n: int, k: int, seed: int) -> None:
     packed = np.random.default_rng(seed).integers(-(2**31), 2**31, (64 * n, 2 * k), dtype=np.int32)

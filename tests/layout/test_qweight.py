@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -19,7 +19,7 @@ from marlin_convert.layout.qweight import RUN
 from marlin_convert.layout.rows import RowView
 from oracle import published_codes, read_weights
 
-many = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+many = settings(max_examples=60)
 
 n_tiles = st.integers(1, 4)
 k_tiles = st.integers(1, 24)

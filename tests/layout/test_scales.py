@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -16,7 +16,7 @@ from marlin_convert.layout.batch import MarlinBatch, Move
 from marlin_convert.layout.rows import RowView
 from oracle import read_scales
 
-many = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+many = settings(max_examples=60)
 seeds = st.integers(0, 2**32 - 1)
 
 

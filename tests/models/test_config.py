@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anywhere import put_odd_values
@@ -258,7 +258,7 @@ def test_the_rewritten_config() -> None:
         parse_config(made)
 
 
-@settings(deadline=None, max_examples=400, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400)
 @given(form=st.sampled_from(["k26", "k2-thinking"]), data=st.data(), count=st.integers(1, 2))
 def test_any_other_value_anywhere_is_taken_or_refused_with_a_source_error(
     form: Form, data: st.DataObject, count: int

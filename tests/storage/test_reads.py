@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from marlin_convert.errors import MachineError, SourceError
@@ -36,7 +36,7 @@ def pieces(draw: st.DrawFn) -> list[Piece]:
     return draw(st.permutations(made))
 
 
-@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200)
 @given(wanted=pieces())
 def test_a_plan(wanted: list[Piece]) -> None:
     plan = plan_reads(wanted)
@@ -60,7 +60,7 @@ def test_a_plan(wanted: list[Piece]) -> None:
         )
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100)
 @given(wanted=pieces())
 def test_neighbours_are_joined_and_others_are_not(wanted: list[Piece]) -> None:
     plan = plan_reads(wanted)

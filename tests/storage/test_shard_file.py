@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from safetensors import deserialize
 
@@ -57,7 +57,7 @@ def tensors(draw: st.DrawFn) -> Specs:
     return specs
 
 
-many = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+many = settings(max_examples=150)
 
 
 def blocks_of(specs: Specs) -> list[list[TensorSpec]]:
