@@ -275,3 +275,53 @@ def test_any_other_value_anywhere_is_taken_or_refused_with_a_source_error(
         assert model.quantization.ignores("x") in (True, False)
         return
     assert message.startswith("config.json: ")
+
+
+TEXT = ("text_config",)
+HUGE = 10**12
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ((*TEXT, "num_hidden_layers"), HUGE, "num_hidden_layers is 1000000000000, expected 0 to 4096"),
+        ((*TEXT, "n_routed_experts"), HUGE, "n_routed_experts is 1000000000000, expected 0 to 65536"),
+        ((*TEXT, "hidden_size"), HUGE, "hidden_size is 1000000000000, expected 0 to 16777216"),
+        ((*TEXT, "vocab_size"), 1 << 70, "vocab_size is a number of 71 bits, beyond 64 bits"),
+        ((*TEXT, "unknown"), 10**4000, "unknown is a number of 13288 bits, beyond 64 bits"),
+        ((*TEXT, "qk_rope_head_dim"), 0, "qk_rope_head_dim is 0, expected 1 to"),
+        (("vision_config", "vt_num_hidden_layers"), HUGE, "vt_num_hidden_layers is 1000000000000"),
+        (("vision_config", "merge_kernel_size"), [HUGE, 2], "should be two whole numbers"),
+        ((*WEIGHTS, "group_size"), HUGE, "group_size is 1000000000000"),
+        ((*TEXT, "rms_norm_eps"), float("nan"), "rms_norm_eps is nan, which is no number"),
+        ((*TEXT, "rms_norm_eps"), float("inf"), "rms_norm_eps is inf, which is no number"),
+        ((*TEXT, "model_type"), "k\udc80", "'model_type' has text that is no Unicode"),
+        ((*TEXT, "k\ud800"), 1, "has text that is no Unicode"),
+        ((*TEXT, "rope_scaling", "mscale_all_dim"), 1e308, "mscale_all_dim of rope_scaling is 1e+308"),
+        ((*TEXT, "rope_scaling", "factor"), 10**19, "factor is 10000000000000000000, beyond 64 bits"),
+    ],
+)
+def test_values_beyond_any_model_are_refused_by_name(path: tuple[str, ...], value: Any, message: str) -> None:
+    with pytest.raises(SourceError) as caught:
+        parse_config(changed(path, value))
+    assert message in str(caught.value)
+
+
+def test_a_config_nested_deeply_is_refused() -> None:
+    value: Any = 1
+    for _ in range(33):
+        value = [value]
+    with pytest.raises(SourceError, match="nested more than 32 deep"):
+        parse_config(changed((*TEXT, "x"), value))
+
+
+def test_patterns_that_are_not_followed_are_told() -> None:
+    path = (*TEXT, "quantization_config", "ignore")
+    quantization = parse_config(changed(path, ["re:(?!.*experts).*", "re:.*gate$"])).quantization
+    assert quantization.unread == ["(?!.*experts).*"]
+    assert quantization.ignores("a.gate")
+    assert not quantization.ignores("a.gate.b")
+    with pytest.raises(SourceError, match=r"ignore has the pattern .* more than 4096 characters"):
+        parse_config(changed(path, ["re:" + "a" * 5000]))
+    with pytest.raises(SourceError, match="patterns of 5000 characters, expected at most 4096"):
+        parse_config(changed(path, ["re:" + "a" * 2500] * 2))

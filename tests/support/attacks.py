@@ -96,6 +96,12 @@ ATTACKS: dict[str, Attack] = {
         lambda: with_text("[12,28]", "[12," + "9" * 1_000_000 + "]"), ("not valid JSON",)
     ),
     "a name twice": Attack(lambda: with_text('"b":', '"a":'), ("'a'", "twice")),
+    "one name of 200,000 twice": Attack(
+        lambda: file_of(
+            b"{" + b",".join(b'"%d":{}' % (number % 199_999) for number in range(200_000)) + b"}", 0
+        ),
+        ("'0'", "twice"),
+    ),
     "metadata twice": Attack(
         lambda: with_text('"a":', '"__metadata__":{},"a":'), ("'__metadata__'", "twice")
     ),
@@ -139,6 +145,9 @@ ATTACKS: dict[str, Attack] = {
     ),
     "shape overflows to its size": Attack(
         lambda: with_entry("b", shape=[(1 << 61) + 2, 2]), ("entry of b is malformed",)
+    ),
+    "shape of 300,000 extents": Attack(
+        lambda: with_entry("b", shape=[(1 << 61) + 1] * 300_000), ("entry of b is malformed",)
     ),
     "shape too large for its offsets": Attack(
         lambda: with_entry("b", shape=[5]), ("b is I32 [5], 20 bytes, but its offsets span 16",)

@@ -31,6 +31,8 @@ DTYPE_SIZE = {
 }
 #: the reference reader's limit
 MAX_HEADER = 100_000_000
+#: of a tensor; no framework has more
+MAX_DIMENSIONS = 64
 
 
 class TensorEntry(NamedTuple):
@@ -120,6 +122,7 @@ def _entry(file: str, name: str, spec: Any, start: int) -> TensorEntry:
             len(spec) == 3
             and type(dtype) is str
             and type(shape) is list
+            and len(shape) <= MAX_DIMENSIONS
             and all(type(n) is int and 0 <= n < 1 << 62 for n in whole)
             and math.prod(n for n in shape if n) < 1 << 62
         )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from marlin_convert.checkpoint.header import Header, TensorEntry
+from marlin_convert.documents.codec import parse_json
 from marlin_convert.errors import SourceError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -92,8 +92,8 @@ def weight_names(names: Iterable[str]) -> list[str]:
 def json_object(raw: bytes, name: str) -> dict[str, Any]:
     """The JSON object that a file holds. Raises SourceError."""
     try:
-        document = json.loads(raw)
-    except (ValueError, RecursionError) as error:
+        document = parse_json(raw)
+    except ValueError as error:
         raise SourceError(f"{name}: not valid JSON ({error}); fetch it again") from error
     if not isinstance(document, dict):
         raise SourceError(f"{name}: not a JSON object; fetch it again")

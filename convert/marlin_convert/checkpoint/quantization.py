@@ -4,10 +4,13 @@ family of models.
 
 from __future__ import annotations
 
-import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from marlin_convert.checkpoint.config_values import number, shown
+from marlin_convert.checkpoint.patterns import MAX_LENGTH, Patterns, UnknownFormError
 from marlin_convert.errors import SourceError
 
 if TYPE_CHECKING:
@@ -35,22 +38,16 @@ class Quantization:
         """Whether the ignore list names a module: `re:` entries are anchored at the start, others are whole
         names.
         """
-        return any(
-            re.match(entry[3:], module) if entry.startswith("re:") else entry == module
-            for entry in self.ignore
-        )
+        return module in self.ignore or self._patterns.match(module)
 
+    @property
+    def unread(self) -> list[str]:
+        """Patterns of the ignore list that `ignores` does not follow."""
+        return [pattern for pattern in _patterns_of(self.ignore) if not _is_known(pattern)]
 
-def number(section: dict[str, Any], key: str, default: int | None = None) -> int:
-    """A size of a section of config.json; `default` where it is not there or null. Raises SourceError for
-    anything else than a whole number of 0 or more.
-    """
-    value = section.get(key, default)
-    if value is None and default is not None:
-        value = default
-    if type(value) is not int or value < 0:
-        raise SourceError(f"config.json: {key} should be a whole number, found {value!r}")
-    return value
+    @cached_property
+    def _patterns(self) -> Patterns:
+        return Patterns([pattern for pattern in _patterns_of(self.ignore) if _is_known(pattern)])
 
 
 def read_quantization(config: dict[str, Any]) -> Quantization:
@@ -79,16 +76,16 @@ def read_quantization(config: dict[str, Any]) -> Quantization:
         if method == "compressed-tensors":
             raise SourceError(
                 "config.json: config_groups of quantization_config should be an object, found"
-                f" {quant.get('config_groups')!r}"
+                f" {shown(quant.get('config_groups'))}"
             )
         raise SourceError(
-            f"config.json: quantization_config is of method {method!r}, not compressed-tensors{hint}"
+            f"config.json: quantization_config is of method {shown(method)}, not compressed-tensors{hint}"
         )
     expected = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
     for key, value in expected.items():
         if quant.get(key) != value:
             raise SourceError(
-                f"config.json: quantization_config.{key} is {quant.get(key)!r}, only {value!r} is converted"
+                f"config.json: quantization_config.{key} is {shown(quant.get(key))}, only {value!r} is converted"
             )
     if len(quant["config_groups"]) != 1:
         raise SourceError(
@@ -109,7 +106,7 @@ def read_quantization(config: dict[str, Any]) -> Quantization:
     }.items():
         if weights.get(key) not in values:
             raise SourceError(
-                f"config.json: quantization weights.{key} is {weights.get(key)!r}, only {values[0]!r} is"
+                f"config.json: quantization weights.{key} is {shown(weights.get(key))}, only {values[0]!r} is"
                 " converted"
             )
     return Quantization(number(weights, "group_size"), at, _ignore(quant.get("ignore") or []))
@@ -118,15 +115,33 @@ def read_quantization(config: dict[str, Any]) -> Quantization:
 def _ignore(entries: Any) -> tuple[str, ...]:
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
         raise SourceError("config.json: quantization_config.ignore should be a list of names")
-    for entry in entries:
+    for pattern in _patterns_of(entries):
         try:
-            re.compile(entry[3:] if entry.startswith("re:") else "")
-        except (re.error, RecursionError, OverflowError) as error:
+            _is_known(pattern)
+        except ValueError as error:
             raise SourceError(
-                f"config.json: quantization_config.ignore has the pattern {entry[3:]!r}, which is none"
+                f"config.json: quantization_config.ignore has the pattern {shown(pattern)}, which is none"
                 f" ({error})"
             ) from error
+    if (length := sum(map(len, _patterns_of(entries)))) > MAX_LENGTH:
+        raise SourceError(
+            f"config.json: quantization_config.ignore has patterns of {length} characters, expected at most"
+            f" {MAX_LENGTH}"
+        )
     return tuple(entries)
+
+
+def _patterns_of(entries: Sequence[str]) -> list[str]:
+    return [entry[3:] for entry in entries if entry.startswith("re:")]
+
+
+def _is_known(pattern: str) -> bool:
+    """Whether a pattern can be followed. Raises ValueError where it is none."""
+    try:
+        Patterns([pattern])
+    except UnknownFormError:
+        return False
+    return True
 
 
 def rewritten(

@@ -18,7 +18,7 @@ from marlin_convert.documents.codec import read
 from marlin_convert.documents.records import DownloadRecord
 from marlin_convert.errors import OutputError, SourceError
 from marlin_convert.progress import Progress
-from marlin_convert.storage.files import refuse_special
+from marlin_convert.storage.files import MAX_DOCUMENT, MAX_SMALL, open_regular, read_small
 from marlin_convert.storage.reads import read_exactly
 
 #: written by `download` beside the files: where they come from
@@ -91,8 +91,7 @@ class FolderStore:
     def read(self, name: str) -> bytes:
         """A file whole. Raises SourceError."""
         try:
-            refuse_special(self.path(name))
-            return self.path(name).read_bytes()
+            return read_small(self.path(name), MAX_DOCUMENT)
         except FileNotFoundError:
             raise SourceError(
                 f"{name} is missing in {self.folder}; is this the folder of a published checkpoint?"
@@ -132,7 +131,7 @@ def recorded_commit(folder: Path) -> tuple[str, str] | None:
     recorded.
     """
     try:
-        record = read((folder / RECORD).read_bytes(), DownloadRecord, f"{folder / RECORD} is damaged")
+        record = read(read_small(folder / RECORD, MAX_SMALL), DownloadRecord, f"{folder / RECORD} is damaged")
         same = all((folder / name).stat().st_size == size for name, (size, _) in record.files.items())
     except (OSError, OutputError):
         return None
@@ -150,8 +149,7 @@ def header_of(path: Path) -> Header:
 def open_file(path: Path) -> Iterator[int]:
     """A descriptor to read a regular file. What fails in its context, too, is raised as SourceError."""
     try:
-        refuse_special(path)
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             yield file.fileno()
     except OSError as error:
         raise SourceError(f"{path.name}: cannot be read ({error.strerror})") from error

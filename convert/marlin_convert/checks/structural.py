@@ -4,18 +4,18 @@ derived again from what it stands for.
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 import xxhash
 
+from marlin_convert.checkpoint.config_values import MAX_CONFIG
 from marlin_convert.checkpoint.index import INDEX_NAME
 from marlin_convert.checkpoint.quantization import rewritten
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.checks.findings import Finding, Verification
 from marlin_convert.checks.origins import expected_origin
-from marlin_convert.documents.codec import read, seal_holds, typed
+from marlin_convert.documents.codec import parse_json, read, seal_holds, typed
 from marlin_convert.documents.engine_files import (
     Index,
     IndexMetadata,
@@ -25,7 +25,7 @@ from marlin_convert.documents.engine_files import (
 from marlin_convert.documents.manifest import Manifest, Shard
 from marlin_convert.errors import OutputError
 from marlin_convert.shards.kept_source import ZEROS, KeptSource
-from marlin_convert.storage.files import file_digest
+from marlin_convert.storage.files import MAX_DOCUMENT, MAX_SMALL, file_digest, read_small
 from marlin_convert.storage.shard_file import is_filler
 
 UNLISTED = frozenset({"manifest.json", "provenance.json"})
@@ -59,8 +59,14 @@ def check_listed_files(out: Path, manifest: Manifest, report: Verification) -> N
             ):  # which the hub's tools leave
                 report.add(Finding(path, "is not in the manifest; move it away"))
     provenance = out / "provenance.json"
-    if provenance.exists() and not seal_holds(provenance.read_bytes()):
-        report.add(Finding("provenance.json", "its bytes do not match its own digest"))
+    if provenance.exists():
+        try:
+            whole = seal_holds(read_small(provenance, MAX_SMALL))
+        except OSError as error:
+            report.add(Finding("provenance.json", f"cannot be read ({error.strerror})"))
+        else:
+            if not whole:
+                report.add(Finding("provenance.json", "its bytes do not match its own digest"))
 
 
 def check_documents(manifest: Manifest, kept: KeptSource, out: Path, report: Verification) -> None:
@@ -100,11 +106,11 @@ def _is_rewritten(path: Path, manifest: Manifest, kept: KeptSource) -> bool:
     """
     layout, quantization = manifest.layout, kept.model.quantization
     try:
-        config = json.loads(path.read_bytes())
+        config = parse_json(read_small(path, MAX_CONFIG))
         section = config[quantization.found_at] if quantization.found_at else config
         own = section["quantization_config"]
         values = typed(own, QuantizationConfig, "config.json")
-    except (OSError, ValueError, KeyError, TypeError, OutputError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, OutputError):
         return False
     return config == rewritten(kept.config, quantization, own) and values == quantization_config(
         layout.id, layout.num_bits, layout.group_size, layout.symmetric
@@ -118,7 +124,7 @@ def _check_index(out: Path, folder: str, shards: list[Shard], report: Verificati
     size = sum(t.size for shard in shards for t in shard.tensors if not is_filler(t.name))
     expected = Index(IndexMetadata(size), {name: shard.path.split("/")[1] for name, shard in stored.items()})
     try:
-        index = read((out / folder / INDEX_NAME).read_bytes(), Index, INDEX_NAME)
+        index = read(read_small(out / folder / INDEX_NAME, MAX_DOCUMENT), Index, INDEX_NAME)
     except (OSError, OutputError):
         index = None
     if index != expected:
@@ -133,7 +139,7 @@ def check_small_files(out: Path, source: Source, report: Verification) -> None:
     names |= {INDEX_NAME: f"source/{INDEX_NAME}"} if source.index_bytes is not None else {}
     for name, path in names.items():
         try:
-            same = (out / path).read_bytes() == source.store.read(name)
+            same = read_small(out / path, MAX_DOCUMENT) == source.store.read(name)
         except OSError as error:
             report.add(Finding(path, f"cannot be read ({error.strerror})"))
             continue

@@ -33,7 +33,9 @@ def parse_json(raw: bytes) -> Any:
     key twice in an object, NaN and Infinity, halves of surrogates, nesting without end.
     """
     try:
-        value = json.loads(raw.decode(), object_pairs_hook=_unique, parse_constant=_no_number)
+        value = json.loads(
+            raw.decode(), object_pairs_hook=_unique, parse_float=_finite_float, parse_constant=_no_number
+        )
         if b"\\u" in raw:
             json.dumps(value, ensure_ascii=False).encode()  # half a surrogate is no text that can be written
     except RecursionError as error:
@@ -44,8 +46,17 @@ def parse_json(raw: bytes) -> Any:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"a key stands twice: {next(name for name in names if names.count(name) > 1)!r}")
+        seen = set[str]()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"a key stands twice: {name!r}")
+            seen.add(name)
+    return value
+
+
+def _finite_float(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        _no_number(text)
     return value
 
 
@@ -59,6 +70,8 @@ def typed(value: Any, kind: type[T], complaint: str) -> T:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise OutputError(f"{complaint} ({error})") from error
+    except RecursionError as error:
+        raise OutputError(f"{complaint} (it is nested too deeply)") from error
 
 
 def read(raw: bytes, kind: type[T], complaint: str) -> T:

@@ -26,6 +26,7 @@ from marlin_convert.documents.fields import (
 )
 from marlin_convert.documents.identity import FileIdentity, SourceIdentity
 from marlin_convert.errors import OutputError, UsageError
+from marlin_convert.storage.files import MAX_DOCUMENT, read_small
 from marlin_convert.storage.shard_file import FORMAT, FORMAT_VERSION
 
 
@@ -255,7 +256,7 @@ def read_manifest(out: Path) -> Manifest:
     """
     path = out / "manifest.json"
     try:
-        raw = path.read_bytes()
+        raw = read_small(path, MAX_DOCUMENT)
     except FileNotFoundError:
         if not out.is_dir():
             raise UsageError(f"{out} is not a folder") from None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import xxhash
 
+from marlin_convert.checkpoint.config_values import refuse_odd_values, shown
 from marlin_convert.checkpoint.quantization import Quantization
 from marlin_convert.errors import SourceError
 
@@ -166,7 +167,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
             return _FAMILIES[name]
     titles = list(dict.fromkeys(family.title for family in _FAMILIES.values()))
     raise SourceError(
-        f"config.json: architectures {architectures} is none of {', '.join(_FAMILIES)}; only the"
+        f"config.json: architectures {shown(architectures)} is none of {', '.join(_FAMILIES)}; only the"
         f" {' and '.join(titles)} {'family is' if len(titles) == 1 else 'families are'} converted"
     )
 
@@ -175,4 +176,5 @@ def parse_config(config: dict[str, Any]) -> ModelConfig:
     """The checked ModelConfig of a config.json. Raises SourceError for a model or a quantization this project
     does not convert.
     """
+    refuse_odd_values(config)
     return family_of(config).read(config)

@@ -8,7 +8,15 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from marlin_convert.checkpoint.quantization import number, read_quantization
+from marlin_convert.checkpoint.config_values import (
+    MAX_EXPERTS,
+    MAX_LAYERS,
+    MAX_RATIO,
+    MAX_SIZE,
+    number,
+    shown,
+)
+from marlin_convert.checkpoint.quantization import read_quantization
 from marlin_convert.errors import SourceError
 from marlin_convert.models.family import Facts, Family, ModelConfig, Rule, Shape
 
@@ -103,14 +111,20 @@ def _read(config: dict[str, Any]) -> ModelConfig:
         )
     rope = text.get("rope_scaling")
     if rope is not None and not isinstance(rope, dict):
-        raise SourceError(f"config.json: rope_scaling should be an object or null, found {rope!r}")
-    if any(type((rope or {}).get(key, 1)) not in (int, float) for key in ("factor", "mscale_all_dim")):
+        raise SourceError(f"config.json: rope_scaling should be an object or null, found {shown(rope)}")
+    scaling = {key: (rope or {}).get(key, 1) for key in ("factor", "mscale_all_dim")}
+    if any(type(value) not in (int, float) for value in scaling.values()):
         raise SourceError("config.json: factor and mscale_all_dim of rope_scaling should be numbers")
+    for key, value in scaling.items():
+        if not 0 <= value <= MAX_RATIO:
+            raise SourceError(
+                f"config.json: {key} of rope_scaling is {shown(value)}, expected 0 to {MAX_RATIO:.0f}"
+            )
     if text.get("tie_word_embeddings"):
         raise SourceError(
             "config.json: tie_word_embeddings is true; the Kimi-K2 family has an lm_head of its own"
         )
-    layers, first = number(text, "num_hidden_layers"), number(text, "first_k_dense_replace")
+    layers, first = number(text, "num_hidden_layers", most=MAX_LAYERS), number(text, "first_k_dense_replace")
     every = max(number(text, "moe_layer_freq", 1), 1)
     dims = _text_dims(text) | (_vision_dims(vision) if vision else {})
     return ModelConfig(
@@ -126,14 +140,14 @@ def _read(config: dict[str, Any]) -> ModelConfig:
 
 def _text_dims(text: dict[str, Any]) -> dict[str, int]:
     heads, nope, rope, v = (
-        number(text, key)
+        number(text, key, least=1)
         for key in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     )
     kv_lora, moe = number(text, "kv_lora_rank"), number(text, "moe_intermediate_size")
     return {
         "hidden": number(text, "hidden_size"),
         "vocab": number(text, "vocab_size"),
-        "experts": number(text, "n_routed_experts"),
+        "experts": number(text, "n_routed_experts", most=MAX_EXPERTS),
         "dense_intermediate": number(text, "intermediate_size"),
         "moe_intermediate": moe,
         "shared_intermediate": moe * number(text, "n_shared_experts"),
@@ -152,10 +166,16 @@ def _text_dims(text: dict[str, Any]) -> dict[str, int]:
 def _vision_dims(vision: dict[str, Any]) -> dict[str, int]:
     hidden, patch = number(vision, "vt_hidden_size"), number(vision, "patch_size")
     kernel = vision.get("merge_kernel_size", [2, 2])
-    if not isinstance(kernel, list) or len(kernel) != 2 or any(type(n) is not int or n < 0 for n in kernel):
-        raise SourceError(f"config.json: merge_kernel_size should be two whole numbers, found {kernel!r}")
+    if (
+        not isinstance(kernel, list)
+        or len(kernel) != 2
+        or any(type(n) is not int or not 0 <= n <= MAX_SIZE for n in kernel)
+    ):
+        raise SourceError(
+            f"config.json: merge_kernel_size should be two whole numbers, found {shown(kernel)}"
+        )
     return {
-        "vt_blocks": number(vision, "vt_num_hidden_layers"),
+        "vt_blocks": number(vision, "vt_num_hidden_layers", most=MAX_LAYERS),
         "vt_hidden": hidden,
         "vt_qkv": 3 * hidden,
         "vt_intermediate": number(vision, "vt_intermediate_size"),

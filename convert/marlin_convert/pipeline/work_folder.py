@@ -14,7 +14,16 @@ from marlin_convert.documents.codec import read, write
 from marlin_convert.documents.records import FinishedUnit, Job, read_record, write_record
 from marlin_convert.errors import MachineError, OutputError
 from marlin_convert.planning.output_plan import OutputPlan, OutputUnit
-from marlin_convert.storage.files import digest, machine_error, make_folder, sync_folder, write_atomic
+from marlin_convert.storage.files import (
+    MAX_DOCUMENT,
+    digest,
+    machine_error,
+    make_folder,
+    open_regular,
+    read_small,
+    sync_folder,
+    write_atomic,
+)
 
 WORK = ".work"
 #: in it while a conversion is being removed: what is left still carries our mark
@@ -66,7 +75,11 @@ class WorkFolder:
         path = self.folder / "job.json"
         if not path.exists():
             return None
-        return read(path.read_bytes(), Job, f"{path} is damaged; start again with --overwrite")
+        complaint = f"{path} is damaged; start again with --overwrite"
+        try:
+            return read(read_small(path, MAX_DOCUMENT), Job, complaint)
+        except OSError as error:
+            raise OutputError(f"{complaint} ({error.strerror})") from error
 
     def begin(self, job: Job) -> None:
         """Record what is being done. The job is there before anything else is, as the mark of the folder."""
@@ -96,13 +109,13 @@ class WorkFolder:
         """
         path = self._path(unit.name)
         try:
-            record = read_record(path.read_bytes(), str(path))
+            record = read_record(read_small(path, MAX_DOCUMENT), str(path))
         except (OSError, OutputError):
             return None
         for file in record.files:
             path = self.out / plan.path(unit, file.rank)
             try:
-                with path.open("rb") as opened:
+                with os.fdopen(open_regular(path), "rb") as opened:
                     if (
                         os.fstat(opened.fileno()).st_size != file.size
                         or digest(opened.read(unit.data_start)).hex() != file.header

@@ -137,6 +137,11 @@ def _notes(source: Source) -> list[str]:
     ]
     odd = [module for module in modules if quantization.ignores(module)]
     notes = list(source.notes)
+    if quantization.unread:
+        notes.append(
+            f"the config's ignore list has {len(quantization.unread)} patterns that were not compared, such as"
+            f" {quantization.unread[0]}; packed weights decide what is converted"
+        )
     if odd:
         notes.append(
             f"{len(odd)} packed modules, such as {odd[0]}, are in the config's ignore list; they are"

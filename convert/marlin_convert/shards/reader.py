@@ -17,7 +17,7 @@ from marlin_convert.checkpoint.header import Header, read_header
 from marlin_convert.documents.manifest import FusedTensor, Manifest, Shard, StoredTensor, read_manifest
 from marlin_convert.errors import OutputError, SourceError, UsageError
 from marlin_convert.slicing import Topology
-from marlin_convert.storage.files import refuse_special
+from marlin_convert.storage.files import open_regular
 from marlin_convert.storage.reads import ShortFileError, read_bytes, read_exactly
 from marlin_convert.storage.shard_file import is_filler
 
@@ -164,8 +164,7 @@ class Shards:
         """A descriptor of a file that has the size and the identity it should have. Raises OutputError."""
         path = self.out / shard.path
         try:
-            refuse_special(path)
-            descriptor = os.open(path, os.O_RDONLY)
+            descriptor = open_regular(path)
         except OSError as error:
             raise OutputError(f"{path}: cannot be read ({error.strerror}); run verify") from error
         try:
@@ -187,7 +186,7 @@ class Shards:
 
     def _refuse_other(self, shard: Shard, header: Header) -> None:
         rank = "common" if shard.rank is None else str(shard.rank)
-        layer = str(int(shard.unit.removeprefix("layer-"))) if shard.unit.startswith("layer-") else shard.unit
+        layer = shard.unit.removeprefix("layer-").lstrip("0") or "0"
         for key, expected in (("rank", rank), ("layer", layer), ("source", self.manifest.source_id)):
             if (found := header.metadata.get(key)) != expected:
                 raise OutputError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 PAGE = 4096
 #: stream files in pieces of this size
 CHUNK = 8 << 20
+#: bytes of a document that grows with the tensors, such as a manifest or an index, at most
+MAX_DOCUMENT = 256 << 20
+#: bytes of any other file that is read whole, at most
+MAX_SMALL = 64 << 20
 
 
 def digest(data: Buffer) -> bytes:
@@ -29,17 +34,36 @@ def digest(data: Buffer) -> bytes:
     return xxhash.xxh3_128_digest(data if isinstance(data, (bytes, memoryview)) else data.data)
 
 
-def refuse_special(path: Path) -> None:
-    """Raise OSError for a pipe, a socket or a device: opening a pipe would wait for ever."""
-    if path.exists() and not path.is_file() and not path.is_dir():
+def open_regular(path: Path) -> int:
+    """A descriptor to read a regular file. Raises OSError for anything else: opening a pipe must not wait."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        if stat.S_ISDIR(mode):
+            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return descriptor
+
+
+def read_small(path: Path, most: int) -> bytes:
+    """A file whole. Raises OSError for one that is longer than `most` bytes, of which nothing is read; that
+    is no regular file; or that does not bring as many bytes as it has.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise OSError(errno.EFBIG, f"it has {size} bytes, at most {most} are expected", str(path))
+        data = file.read(size + 1)
+    if len(data) != size:
+        raise OSError(errno.EIO, f"reading brought {len(data)} bytes of {size}", str(path))
+    return data
 
 
 def file_digest(path: Path) -> tuple[int, str]:
     """Size and xxh3-128 (hex) of a file. Raises OSError."""
-    refuse_special(path)
     hasher, size = xxhash.xxh3_128(), 0
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         while piece := file.read(CHUNK):
             hasher.update(piece)
             size += len(piece)
