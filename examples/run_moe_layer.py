@@ -79,10 +79,9 @@ def main(out: str, layer: int, rank: int, tokens: int, device: str) -> None:
     )
     model, manifest, local = shards.manifest.model, shards.manifest, w13.num_experts
     start = rank // (manifest.tp // manifest.ep) * local
-    whole = local == model["n_routed_experts"]
-    expert_map = (
-        None if whole else contiguous_expert_map(model["n_routed_experts"], start, start + local, device)
-    )
+    num_experts = local * manifest.ep
+    whole = manifest.ep == 1
+    expert_map = None if whole else contiguous_expert_map(num_experts, start, start + local, device)
     experts = Experts(w13, w2, expert_map)
 
     # The router is on every rank: sigmoid scores, a bias that takes part in the choice only, the weights

@@ -17,7 +17,7 @@ from marlin_convert.bench.conversion import VARIANTS, bench_conversion, tell_che
 from marlin_convert.bench.layout import SHAPES, bench_layout
 from marlin_convert.bench.synthetic import config, make_layers
 from marlin_convert.checkpoint.source import open_source
-from marlin_convert.documents.bench import ConversionVariant
+from marlin_convert.documents.bench import ConversionSettings, ConversionVariant
 from marlin_convert.documents.provenance import Stage
 from marlin_convert.errors import MachineError
 from marlin_convert.planning.output_plan import Options, plan_output
@@ -36,15 +36,10 @@ def test_convert_against_cp(tmp_path: Path) -> None:
     said: list[str] = []
     report = bench_conversion(
         tmp_path,
-        layers=1,
-        experts=1,
-        rounds=2,
-        tp=2,
-        ep=1,
-        threads=2,
-        memory="256MiB",
-        variants=[v.name for v in VARIANTS],
+        ConversionSettings(layers=1, experts=1, rounds=2, tp=2, ep=1),
         source=tmp_path / "source",
+        variants=[v.name for v in VARIANTS],
+        options=["--threads", "2", "--memory", "256MiB"],
         say=said.append,
     )
     valid("bench-convert", report)
@@ -85,15 +80,10 @@ def test_a_conversion_that_fails_is_no_measurement(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match=r"exit code 2: error: --tp 3 .* is not divisible by moe_tp = 3"):
         bench_conversion(
             tmp_path,
-            layers=1,
-            experts=1,
-            rounds=1,
-            tp=3,
-            ep=1,
-            threads=1,
-            memory=None,
-            variants=["none"],
+            ConversionSettings(layers=1, experts=1, rounds=1, tp=3, ep=1),
             source=tmp_path / "source",
+            variants=["none"],
+            options=["--threads", "1"],
             say=lambda text: None,
         )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]

@@ -17,9 +17,10 @@ from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save
 
 from attacks import ATTACKS, GOOD, GOOD_SIZE, encode, file_of, written
-from marlin_convert.checkpoint.header import DTYPE_SIZE, MAX_HEADER, TensorEntry, parse_header, read_header
+from marlin_convert.checkpoint.header import MAX_HEADER, TensorEntry, parse_header, read_header
 from marlin_convert.checkpoint.store import header_of
 from marlin_convert.errors import SourceError
+from marlin_convert.storage.shard_file import DTYPE_SIZE
 
 many = settings(max_examples=200)
 

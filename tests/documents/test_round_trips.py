@@ -20,8 +20,8 @@ from marlin_convert.documents.provenance import Provenance
 from marlin_convert.documents.records import (
     DownloadRecord,
     FinishedUnit,
-    Job,
     JobOptions,
+    JobRecord,
     read_record,
     write_record,
 )
@@ -73,7 +73,7 @@ def test_records_of_units(unit: FinishedUnit) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [DownloadRecord, Index, Job, JobOptions, Provenance, QuantizationConfig, SourceIdentity],
+    [DownloadRecord, Index, JobRecord, JobOptions, Provenance, QuantizationConfig, SourceIdentity],
     ids=lambda kind: str(kind.__name__),
 )
 @slowly
@@ -137,7 +137,7 @@ def test_what_is_no_json_that_all_parsers_agree_on(raw: bytes, wrong: str) -> No
 
 def test_what_is_wrong_is_said_with_its_place() -> None:
     job: dict[str, Any] = plain(
-        Job(
+        JobRecord(
             "marlin-convert",
             JobOptions(1, "a layout", "0" * 32, 2, 1, (0, 1), (3,), False, "exact"),
             SourceIdentity(files=(), config="0" * 32),
@@ -146,5 +146,5 @@ def test_what_is_wrong_is_said_with_its_place() -> None:
     )
     job["options"]["ranks"][1] = True
     with pytest.raises(OutputError) as caught:
-        read(json.dumps(job).encode(), Job, "job.json is damaged")
+        read(json.dumps(job).encode(), JobRecord, "job.json is damaged")
     assert str(caught.value) == "job.json is damaged (Expected `int`, got `bool` - at `$.options.ranks[1]`)"

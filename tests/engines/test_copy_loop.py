@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from late_driver import SIZE, LateDriver
-from marlin_convert.engines.copy_loop import read_and_copy
+from marlin_convert.engines.copy_loop import Lane, read_and_copy
 
 File = tuple[Path, npt.NDArray[np.uint8]]
 
@@ -44,9 +44,8 @@ class Loads:
     def run(self, thread: int = 0, turn: int = 0) -> tuple[int, int]:
         buffers = self.memory[thread].ctypes.data + SIZE * np.arange(2)
         events = np.array([10 * thread + 1, 10 * thread + 2])
-        part, turn = read_and_copy(
-            self.table, self.taken.ctypes.data, buffers, events, thread, turn, self.driver.functions
-        )
+        lane = Lane(buffers, events, thread)
+        part, turn = read_and_copy(self.table, self.taken.ctypes.data, lane, turn, self.driver.functions)
         return part, turn
 
 

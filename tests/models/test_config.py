@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from anywhere import put_odd_values
 from checkpoints import FULL, SMALL, Form, make_config, plan_files
-from marlin_convert.checkpoint.quantization import Quantization, rewritten
 from marlin_convert.errors import SourceError
 from marlin_convert.models.family import ModelConfig, parse_config
+from marlin_convert.models.quantization import Quantization, rewritten
 
 WEIGHTS = ("text_config", "quantization_config", "config_groups", "group_0", "weights")
 REPLACEMENT = {"quant_method": "marlin-convert"}

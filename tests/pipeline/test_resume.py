@@ -13,7 +13,7 @@ from checkpoints import Checkpoint
 from marlin_convert.checkpoint.identify import identify, stamps
 from marlin_convert.checkpoint.source import open_source
 from marlin_convert.documents.manifest import Manifest, read_manifest
-from marlin_convert.documents.records import Job
+from marlin_convert.documents.records import JobRecord
 from marlin_convert.errors import OutputError, SourceError, UsageError
 from marlin_convert.pipeline.resume import Action, Decision, OutState, Request, decide, observe
 from marlin_convert.pipeline.target import Target
@@ -44,7 +44,7 @@ def request_for(
     return Request(target, stamps(target.source, files) | (touched or {}), verify, overwrite)
 
 
-def begun(target: Target, **options: Any) -> Job:
+def begun(target: Target, **options: Any) -> JobRecord:
     job = request_for(target).job
     return replace(job, options=replace(job.options, **options)) if options else job
 

@@ -14,8 +14,10 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from safetensors import deserialize
 
-from marlin_convert.checkpoint.header import DTYPE_SIZE, parse_header
+from marlin_convert.checkpoint.header import parse_header
+from marlin_convert.slicing import Topology
 from marlin_convert.storage.shard_file import (
+    DTYPE_SIZE,
     FileLayout,
     TensorSpec,
     data_start,
@@ -254,7 +256,7 @@ def test_sizes() -> None:
 
 
 def test_identity() -> None:
-    assert metadata_of("s" * 32, "layout", 8, 2, 5, "7", range(8, 16)) == {
+    assert metadata_of("s" * 32, "layout", Topology(8, 2), 5, "7", range(8, 16)) == {
         "format": "marlin-convert",
         "format_version": "1",
         "layout": "layout",
@@ -265,5 +267,5 @@ def test_identity() -> None:
         "layer": "7",
         "expert_range": "8:16",
     }
-    assert metadata_of("s" * 32, "layout", 8, 2, None, "common", range(0))["rank"] == "common"
-    assert metadata_of("s" * 32, "layout", 8, 2, 0, "top", range(0))["expert_range"] == "0:0"
+    assert metadata_of("s" * 32, "layout", Topology(8, 2), None, "common", range(0))["rank"] == "common"
+    assert metadata_of("s" * 32, "layout", Topology(8, 2), 0, "top", range(0))["expert_range"] == "0:0"

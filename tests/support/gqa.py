@@ -17,10 +17,10 @@ import pytest
 
 from checkpoints import SMALL, Checkpoint, Tensor, expected_tensor
 from checkpoints.writer import write_checkpoint
-from marlin_convert.checkpoint.config_values import number
-from marlin_convert.checkpoint.quantization import read_quantization
 from marlin_convert.models import family
+from marlin_convert.models.config_values import number
 from marlin_convert.models.family import Facts, Family, ModelConfig, Rule, register
+from marlin_convert.models.quantization import read_quantization
 
 HEAD = 32
 

@@ -63,21 +63,19 @@ VARIANTS = (
 
 def bench_conversion(
     folder: Path,
+    settings: ConversionSettings,
     *,
-    layers: int,
-    experts: int,
-    rounds: int,
-    tp: int,
-    ep: int,
-    threads: int | None,
-    memory: str | None,
-    variants: Sequence[str],
     source: Path | None,
+    variants: Sequence[str],
+    options: Sequence[str],
     say: Callable[[str], None],
 ) -> ConversionBench:
     """Run all variants and `cp` in turn, `rounds` times; needs about twice the checkpoint's size in `folder`.
     Returns the report.
+
+    Without `source` a checkpoint is made. `options` go to each `convert` as they are.
     """
+    layers, experts, rounds = settings.layers, settings.experts, settings.rounds
     place = Path(tempfile.mkdtemp(prefix="marlin-convert-bench-", dir=folder))
     try:
         if source is None:
@@ -90,14 +88,7 @@ def bench_conversion(
             say("this is a file system in memory: nothing is cold here")
         size = sum(path.stat().st_size for path in files)
         chosen = [variant for variant in VARIANTS if variant.name in variants]
-        extra = [
-            "--tp",
-            str(tp),
-            "--ep",
-            str(ep),
-            *(["--threads", str(threads)] if threads else []),
-            *(["--memory", memory] if memory else []),
-        ]
+        extra = ["--tp", str(settings.tp), "--ep", str(settings.ep), *options]
         say("one run to compile and warm up")
         _convert(source, place / "out", [*extra, *chosen[0].arguments])
         runs: dict[str, list[_Run]] = {name: [] for name in ["cp", *(variant.name for variant in chosen)]}
@@ -119,7 +110,7 @@ def bench_conversion(
                     f"round {number + 1} of {rounds}: {name} {result.seconds:.2f} s,"
                     f" {size / result.seconds / 1e9:.2f} GB/s"
                 )
-        return _report(size, runs, ConversionSettings(layers, experts, rounds, tp, ep))
+        return _report(size, runs, settings)
     finally:
         shutil.rmtree(place, ignore_errors=True)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from marlin_convert.bench.cold import evict, resident
-from marlin_convert.engines.mapped import REGISTER, flat_bytes, register, unregister
+from marlin_convert.engines.mapped import REGISTER, flat_bytes, host_register, host_unregister
 from marlin_convert.errors import MachineError
 from marlin_convert.shards.reader import Shards, open_shards
 from marlin_convert.storage.buffers import aligned_buffer
@@ -63,10 +63,10 @@ def register_rate(shards: Shards) -> float:
         begin = time.perf_counter()
         try:
             for part in parts:
-                register(part)
+                host_register(part)
                 registered.append(part.data_ptr())
         finally:
-            unregister(registered)
+            host_unregister(registered)
         return sum(flat.numel() for flat in flats) / (time.perf_counter() - begin) / 1e9
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from marlin_convert.checkpoint.header import DTYPE_SIZE
 from marlin_convert.checkpoint.index import INDEX_NAME
 from marlin_convert.layout.protocol import ExpertShape
 from marlin_convert.models.family import ModelConfig, Scope, parse_config
 from marlin_convert.models.kimi_k2 import PUBLISHED
 from marlin_convert.planning.units import expert_tensors
+from marlin_convert.storage.shard_file import DTYPE_SIZE
 
 #: random bytes that all tensors are cut from
 BLOCK = 64 << 20

@@ -10,25 +10,8 @@ from typing import Any, NamedTuple
 
 from marlin_convert.documents.codec import parse_json
 from marlin_convert.errors import SourceError
+from marlin_convert.storage.shard_file import DTYPE_SIZE
 
-#: bytes per element of the dtypes a checkpoint may hold
-DTYPE_SIZE = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "I16": 2,
-    "U16": 2,
-    "F16": 2,
-    "BF16": 2,
-    "I32": 4,
-    "U32": 4,
-    "F32": 4,
-    "I64": 8,
-    "U64": 8,
-    "F64": 8,
-}
 #: the reference reader's limit
 MAX_HEADER = 100_000_000
 #: of a tensor; no framework has more

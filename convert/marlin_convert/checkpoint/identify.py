@@ -19,11 +19,11 @@ from marlin_convert.checkpoint.source import Source
 from marlin_convert.checkpoint.store import open_file
 from marlin_convert.documents.identity import FileIdentity, SourceIdentity
 from marlin_convert.errors import SourceError
+from marlin_convert.storage.files import PAGE
 from marlin_convert.storage.reads import read_exactly
 
 #: a sample has at least this many pages of a file that has as many, and less than twice as many
 SAMPLES = 256
-PAGE = 4096
 
 
 def identify(source: Source, threads: int = 8) -> SourceIdentity:

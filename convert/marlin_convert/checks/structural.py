@@ -9,9 +9,7 @@ from pathlib import Path
 
 import xxhash
 
-from marlin_convert.checkpoint.config_values import MAX_CONFIG
 from marlin_convert.checkpoint.index import INDEX_NAME
-from marlin_convert.checkpoint.quantization import rewritten
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.checks.findings import Finding, Verification
 from marlin_convert.checks.origins import expected_origin
@@ -24,6 +22,8 @@ from marlin_convert.documents.engine_files import (
 )
 from marlin_convert.documents.manifest import Manifest, Shard
 from marlin_convert.errors import OutputError
+from marlin_convert.models.config_values import MAX_CONFIG
+from marlin_convert.models.quantization import rewritten
 from marlin_convert.shards.kept_source import ZEROS, KeptSource
 from marlin_convert.storage.files import MAX_DOCUMENT, MAX_SMALL, file_digest, read_small
 from marlin_convert.storage.shard_file import is_filler

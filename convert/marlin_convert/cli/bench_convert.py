@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -53,22 +53,40 @@ if TYPE_CHECKING:
     help="Of none, exact, 'none, ordinary I/O', 'exact, ordinary I/O'; or all.",
 )
 @json_option
-def command(folder: Path, variants: str, as_json: bool, **settings: Any) -> None:
+def command(
+    folder: Path,
+    source: Path | None,
+    variants: str,
+    threads: int | None,
+    memory: str | None,
+    as_json: bool,
+    **settings: int,
+) -> None:
     """Conversion against `cp` of the same bytes on the same disk, both cold and with fsync, rounds
     interleaved.
     """
     from marlin_convert.bench.conversion import VARIANTS, bench_conversion
+    from marlin_convert.documents.bench import ConversionSettings
 
     names = [variant.name for variant in VARIANTS]
     if variants != "all":
         names = [name for name in names if name in variants.split(",")]
     if not names:
         raise click.UsageError("--variants names none of: " + "; ".join(variant.name for variant in VARIANTS))
-    report = bench_conversion(folder, variants=names, say=output.message, **settings)
+    options = ["--threads", str(threads)] if threads else []
+    options += ["--memory", memory] if memory else []
+    report = bench_conversion(
+        folder,
+        ConversionSettings(**settings),
+        source=source,
+        variants=names,
+        options=options,
+        say=output.message,
+    )
     if as_json:
         output.document(report)
         return
-    output.result(f"{report.bytes / 1e9:.2f} GB, {settings['rounds']} rounds, medians")
+    output.result(f"{report.bytes / 1e9:.2f} GB, {report.settings.rounds} rounds, medians")
     rows = [
         (
             entry.name,

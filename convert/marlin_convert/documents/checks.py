@@ -8,8 +8,7 @@ from msgspec import Struct
 
 from marlin_convert.documents.fields import Count, OneOrMore, Seconds, Share, Text, about
 
-PROJECTIONS = ["gate_proj", "up_proj", "down_proj", "w13", "w2", None]
-Place = Annotated[Count | None, about("null where it does not apply")]
+Coordinate = Annotated[Count | None, about("null where it does not apply")]
 
 
 class ReportedFinding(Struct, frozen=True):
@@ -17,13 +16,13 @@ class ReportedFinding(Struct, frozen=True):
 
     path: Annotated[Text, about("file in OUT")]
     what: Annotated[Text, about("what is wrong with it")]
-    layer: Place
-    expert: Place
+    layer: Coordinate
+    expert: Coordinate
     projection: Annotated[
         str | None,
         about("matrix of the expert", enum=["gate_proj", "up_proj", "down_proj", "w13", "w2", None]),
     ]
-    rank: Place
+    rank: Coordinate
     message: Annotated[Text, about("all of it in one line")]
 
 

@@ -9,7 +9,7 @@ from msgspec import Struct
 from marlin_convert.documents.fields import Count, about
 
 #: a size or count, null where it cannot be told
-Size = Count | None
+OptionalCount = Count | None
 Version = Annotated[str | None, about("null where not installed")]
 
 
@@ -18,13 +18,13 @@ class Machine(Struct, frozen=True):
 
     cpu: Annotated[str, about("name of the processor")]
     architecture: Annotated[str, about("as uname has it")]
-    cores: Annotated[Size, about("cores")]
-    usable_cores: Annotated[Size, about("of them, those that this process may use")]
-    memory_bytes: Annotated[Size, about("memory")]
-    available_bytes: Annotated[Size, about("of it, available now")]
-    memory_limit_bytes: Annotated[Size, about("a container's limit, null where there is none")]
-    open_files: Annotated[Size, about("files that may be open at once; null: any number")]
-    open_files_hard: Annotated[Size, about("how far that may be raised; null: as far as you like")]
+    cores: Annotated[OptionalCount, about("cores")]
+    usable_cores: Annotated[OptionalCount, about("of them, those that this process may use")]
+    memory_bytes: Annotated[OptionalCount, about("memory")]
+    available_bytes: Annotated[OptionalCount, about("of it, available now")]
+    memory_limit_bytes: Annotated[OptionalCount, about("a container's limit, null where there is none")]
+    open_files: Annotated[OptionalCount, about("files that may be open at once; null: any number")]
+    open_files_hard: Annotated[OptionalCount, about("how far that may be raised; null: as far as you like")]
     system: Annotated[str, about("kernel and its version")]
     python: Annotated[str, about("interpreter and its version")]
 
@@ -44,7 +44,7 @@ class Place(Struct, frozen=True):
     exists: Annotated[bool, about("whether path is there; if not, the nearest folder above it was probed")]
     probed: Annotated[str, about("the folder that is there, in which a file was written and read back")]
     file_system: Annotated[str | None, about("its type")]
-    free_bytes: Annotated[Size, about("free space")]
+    free_bytes: Annotated[OptionalCount, about("free space")]
     writable: Annotated[bool, about("whether ordinary writing works")]
     writable_reason: Annotated[str, about("why not")]
     direct_io: Annotated[bool, about("whether writing past the page cache works")]
@@ -55,7 +55,7 @@ class DriverGpu(Struct, frozen=True):
     """A GPU as nvidia-smi lists it."""
 
     name: Annotated[str, about("name")]
-    memory_mib: Annotated[Size, about("memory")]
+    memory_mib: Annotated[OptionalCount, about("memory")]
     capability: Annotated[str, about("compute capability")]
 
 
@@ -73,8 +73,8 @@ class TorchGpu(Struct, frozen=True):
 
     name: Annotated[str, about("name")]
     capability: Annotated[str, about("compute capability")]
-    memory_bytes: Annotated[Size, about("memory")]
-    multiprocessors: Annotated[Size, about("streaming multiprocessors")]
+    memory_bytes: Annotated[OptionalCount, about("memory")]
+    multiprocessors: Annotated[OptionalCount, about("streaming multiprocessors")]
 
 
 class Torch(Struct, frozen=True):

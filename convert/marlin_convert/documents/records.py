@@ -37,7 +37,7 @@ class JobOptions(Struct, frozen=True):
     verify: Annotated[Checks, about("what is proven while converting: none, exact or kernel")]
 
 
-class Job(Struct, frozen=True):
+class JobRecord(Struct, frozen=True):
     """job.json: what was begun."""
 
     format: Annotated[Literal["marlin-convert"], about("the mark by which a folder is known to be ours")]

@@ -23,7 +23,7 @@ from marlin_convert.documents.engine_files import Index, QuantizationConfig
 from marlin_convert.documents.manifest import Manifest
 from marlin_convert.documents.plan import Plan
 from marlin_convert.documents.provenance import Provenance
-from marlin_convert.documents.records import DownloadRecord, FinishedUnit, Job, Record
+from marlin_convert.documents.records import DownloadRecord, FinishedUnit, JobRecord, Record
 from marlin_convert.documents.results import (
     ConvertResult,
     DownloadResult,
@@ -100,7 +100,7 @@ PAGES = {
     "manifest": Page("manifest.json of a converted folder", [Manifest]),
     "plan": Page("Output of plan --json", [Plan]),
     "provenance": Page("provenance.json: who, when, how fast; never compared", [Provenance]),
-    "record": Page("What OUT/.work holds until the conversion is done", [Job, Record], [FinishedUnit]),
+    "record": Page("What OUT/.work holds until the conversion is done", [JobRecord, Record], [FinishedUnit]),
     "verify": Page("Output of verify --json", [VerifyReport], more=FINDINGS),
 }
 

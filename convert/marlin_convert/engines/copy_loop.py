@@ -39,6 +39,14 @@ class Functions(NamedTuple):
     wait: int
 
 
+class Lane(NamedTuple):
+    """What one thread copies with: addresses of its buffers, handles of an event for each and of its stream."""
+
+    buffers: Words
+    events: Words
+    stream: int
+
+
 @cache
 def functions() -> Functions:
     """Those of this machine. Raises MachineError where there is no CUDA driver, or nothing is to be
@@ -93,19 +101,17 @@ def _take(typing: Any, counter: Any) -> Any:
 
 
 @jit
-def read_and_copy(
-    parts: Words, taken: int, buffers: Words, events: Words, stream: int, turn: int, calls: Functions
-) -> tuple[int, int]:
+def read_and_copy(parts: Words, taken: int, lane: Lane, turn: int, calls: Functions) -> tuple[int, int]:
     """Take parts until none is left, from as many threads as like.
 
     `parts[i]` is the descriptor, the offset, the address on the GPU and the bytes of part i. `taken` is the
     address of the number of parts taken so far; a thread that wants all to stop sets it to `len(parts)`.
-    `buffers` and `events` are addresses, `stream` a handle, all of this thread alone; the events have been
-    recorded. `turn` counts the buffers used so far.
+    `lane` is of this thread alone, its events have been recorded. `turn` counts the buffers used so far.
 
-    Returns (part, turn): a part that the caller is to do, in buffer `turn % len(buffers)`, because a call for
+    Returns (part, turn): a part that the caller is to do, in buffer `turn % len(lane.buffers)`, because a call for
     it failed or the file ended early; or (-1, turn) at the end.
     """
+    buffers, events, stream = lane
     while True:
         i: int = _take(taken)  # type: ignore[call-arg]  # the first argument is numba's to give
         if i >= len(parts):

@@ -42,7 +42,7 @@ def copy_mapped(files: Iterable[tuple[mmap.mmap, Tensor]]) -> dict[str, float]:
     try:
         for mapped, target in files:
             for i, part in enumerate(flat_bytes(mapped).split(REGISTER)):
-                seconds["register"] += register(part)
+                seconds["register"] += host_register(part)
                 registered.append(part.data_ptr())
                 target[i * REGISTER : (i + 1) * REGISTER].copy_(part, non_blocking=True)
         torch.cuda.synchronize()
@@ -50,12 +50,12 @@ def copy_mapped(files: Iterable[tuple[mmap.mmap, Tensor]]) -> dict[str, float]:
     finally:
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        unregister(registered)
+        host_unregister(registered)
         seconds["unregister"] = time.perf_counter() - begin
     return seconds
 
 
-def register(part: Tensor) -> float:
+def host_register(part: Tensor) -> float:
     """Make the GPU able to copy straight from (part of) a read-only mapping; returns the seconds. Raises
     MachineError where the driver cannot.
     """
@@ -69,7 +69,7 @@ def register(part: Tensor) -> float:
     return time.perf_counter() - begin
 
 
-def unregister(addresses: Sequence[int]) -> None:
-    """Undo `register`, once nothing copies any more."""
+def host_unregister(addresses: Sequence[int]) -> None:
+    """Undo `host_register`, once nothing copies any more."""
     for address in addresses:
         torch.cuda.cudart().cudaHostUnregister(address)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from marlin_convert.engines.copy_loop import Words, functions, read_and_copy
+from marlin_convert.engines.copy_loop import Lane, Words, functions, read_and_copy
 from marlin_convert.errors import MachineError
 from marlin_convert.storage.reads import OpenFile, ShortFileError
 
@@ -46,9 +46,8 @@ class PinnedRing:
         self.size = size
         self._memory = _pinned(2 * threads * size)
         none = np.zeros(2, np.int64)
-        _Job([]).loop(
-            none, none, 0, 0
-        )  # compiles the loop, or fetches it from the cache, before the threads need it
+        # compiles the loop, or fetches it from the cache, before the threads need it
+        _Job([]).loop(Lane(none, none, 0), 0)
 
     def parts(self, file: OpenFile, offset: int, target: Tensor) -> list[Part]:
         """As much of a file, from `offset` on, as `target` (flat uint8) takes, in parts that fit a buffer."""
@@ -97,9 +96,9 @@ class _Job:
         self._working = 0
         self._changed = Condition()
 
-    def loop(self, buffers: Words, events: Words, stream: int, turn: int) -> tuple[int, int]:
+    def loop(self, lane: Lane, turn: int) -> tuple[int, int]:
         """See `read_and_copy`."""
-        return read_and_copy(self._table, self._taken.ctypes.data, buffers, events, stream, turn, functions())
+        return read_and_copy(self._table, self._taken.ctypes.data, lane, turn, functions())
 
     def fail(self, error: BaseException) -> None:
         """No thread begins another part."""
@@ -143,13 +142,14 @@ class _Job:
     def _copy(self, buffers: Sequence[Tensor], stream: torch.cuda.Stream) -> None:
         torch.cuda.set_stream(stream)
         events = [stream.record_event() for _ in buffers]
-        addresses = (
+        lane = Lane(
             np.array([buffer.data_ptr() for buffer in buffers]),
             np.array([event.cuda_event for event in events]),
+            stream.cuda_stream,
         )
         turn = 0
         while True:
-            i, turn = self.loop(*addresses, stream.cuda_stream, turn)
+            i, turn = self.loop(lane, turn)
             if i < 0:
                 return
             slot = turn % len(buffers)

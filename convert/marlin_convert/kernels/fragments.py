@@ -22,7 +22,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-Table = npt.NDArray[np.int64]
+IndexTable = npt.NDArray[np.int64]
 
 LANES = 32
 TILE_K = 16
@@ -48,7 +48,7 @@ def code_in_registers(num_bits: int, register: int, half: int) -> int:
 
 
 @cache
-def tile_reads(num_bits: int) -> Table:
+def tile_reads(num_bits: int) -> IndexTable:
     """[16, 64]: for (k, n) of a tile, the index of its code in the tile's stream of words.
 
     Codes are counted from the lowest bits of the first word. A 4-bit tile is 128 words of 8 codes, an 8-bit
@@ -75,7 +75,7 @@ def tile_reads(num_bits: int) -> Table:
 
 
 @cache
-def grouped_scale_reads() -> Table:
+def grouped_scale_reads() -> IndexTable:
     """[64]: for a column of a 64-wide run, where its scale lies in the stored run, for scales of groups of
     inputs.
 
@@ -91,7 +91,7 @@ def grouped_scale_reads() -> Table:
 
 
 @cache
-def channel_reads() -> Table:
+def channel_reads() -> IndexTable:
     """[32]: for a column of a 32-wide run, where its value lies in the stored run, for channel-wise scales
     and biases.
 
@@ -107,7 +107,7 @@ def channel_reads() -> Table:
 
 
 @cache
-def zero_point_reads() -> Table:
+def zero_point_reads() -> IndexTable:
     """[64]: for a column of a 64-wide run, which of the run's 64 packed 4-bit zero points it takes.
 
     A lane loads one word, the zero points of its column in the tile's 8 operands, and sends it through the
@@ -127,7 +127,7 @@ def zero_point_reads() -> Table:
 
 
 @cache
-def tile_repack(num_bits: int) -> Table:
+def tile_repack(num_bits: int) -> IndexTable:
     """[words, codes]: for each code of a repacked tile's words, k * 64 + n of the code the repack kernel puts
     there.
 

@@ -24,7 +24,7 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _gather(values: Tensor, table: fragments.Table) -> Tensor:
+def _gather(values: Tensor, table: fragments.IndexTable) -> Tensor:
     """Last axis of `values` taken in the order of a flat table."""
     return values.index_select(-1, torch.from_numpy(table.reshape(-1)))
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import xxhash
 
-from marlin_convert.checkpoint.config_values import refuse_odd_values, shown
-from marlin_convert.checkpoint.quantization import Quantization
 from marlin_convert.errors import SourceError
+from marlin_convert.models.config_values import refuse_odd_values, shown
+from marlin_convert.models.quantization import Quantization
 
 if TYPE_CHECKING:
     from marlin_convert.layout.protocol import ExpertShape
@@ -26,7 +26,7 @@ Scope = Literal["layer", "dense", "moe", "top", "common"]
 #: column: rows cut into tp; row: columns cut into tp; vocab: rows, of the vocabulary, cut into tp; replicate:
 #: whole on every rank; common: whole, once, in common/; experts: stacked and cut as the layout says
 Kind = Literal["column", "row", "vocab", "replicate", "common", "experts"]
-Shape = tuple[str, ...]
+SizeNames = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Rule:
     name: str
     scope: Scope
     kind: Kind
-    shape: Shape | None = None
+    shape: SizeNames | None = None
     #: accepted dtypes
     dtype: tuple[str, ...] = ("BF16",)
     #: name of the size that may not be cut, such as that of a head

@@ -8,7 +8,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from marlin_convert.checkpoint.config_values import (
+from marlin_convert.errors import SourceError
+from marlin_convert.models.config_values import (
     MAX_EXPERTS,
     MAX_LAYERS,
     MAX_RATIO,
@@ -16,9 +17,8 @@ from marlin_convert.checkpoint.config_values import (
     number,
     shown,
 )
-from marlin_convert.checkpoint.quantization import read_quantization
-from marlin_convert.errors import SourceError
-from marlin_convert.models.family import Facts, Family, ModelConfig, Rule, Shape
+from marlin_convert.models.family import Facts, Family, ModelConfig, Rule, SizeNames
+from marlin_convert.models.quantization import read_quantization
 
 _QKV_A = "self_attn.fused_qkv_a_proj_with_mqa.weight"
 _GATE_UP = "mlp.gate_up_proj.weight"
@@ -63,7 +63,7 @@ _TEXT = (
     Rule("lm_head.weight", "top", "vocab", ("vocab", "hidden")),
 )
 
-_BLOCK: dict[str, Shape] = {
+_BLOCK: dict[str, SizeNames] = {
     "norm0": ("vt_hidden",),
     "wqkv": ("vt_qkv", "vt_hidden"),
     "wo": ("vt_hidden", "vt_hidden"),
@@ -71,7 +71,7 @@ _BLOCK: dict[str, Shape] = {
     "mlp.fc0": ("vt_intermediate", "vt_hidden"),
     "mlp.fc1": ("vt_hidden", "vt_intermediate"),
 }
-_PROJECTOR: dict[str, Shape] = {
+_PROJECTOR: dict[str, SizeNames] = {
     "pre_norm": ("vt_hidden",),
     "proj.0": ("vt_merged", "vt_merged"),
     "proj.2": ("text_hidden", "vt_merged"),
@@ -80,9 +80,9 @@ _PROJECTOR: dict[str, Shape] = {
 
 def _vision(blocks: int) -> Iterator[Rule]:
     """The tensors of vision tower and projector: all once, in common/."""
-    patch: Shape = ("vt_hidden", "vt_channels", "vt_patch", "vt_patch")
+    patch: SizeNames = ("vt_hidden", "vt_channels", "vt_patch", "vt_patch")
     yield from _biased("vision_tower.patch_embed.proj", patch)
-    positions: Shape = ("vt_pos_height", "vt_pos_width", "vt_hidden")
+    positions: SizeNames = ("vt_pos_height", "vt_pos_width", "vt_hidden")
     yield Rule("vision_tower.patch_embed.pos_emb.weight", "common", "common", positions)
     for block in range(blocks):
         for module, shape in _BLOCK.items():
@@ -92,7 +92,7 @@ def _vision(blocks: int) -> Iterator[Rule]:
         yield from _biased(f"mm_projector.{module}", shape)
 
 
-def _biased(module: str, shape: Shape) -> Iterator[Rule]:
+def _biased(module: str, shape: SizeNames) -> Iterator[Rule]:
     """Weight and bias of a module: one bias for each row."""
     yield Rule(f"{module}.weight", "common", "common", shape)
     yield Rule(f"{module}.bias", "common", "common", shape[:1])

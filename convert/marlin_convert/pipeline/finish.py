@@ -17,13 +17,13 @@ from importlib.metadata import PackageNotFoundError, version
 import msgspec
 
 from marlin_convert.checkpoint.index import INDEX_NAME
-from marlin_convert.checkpoint.quantization import rewritten
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.documents.codec import NO_DIGEST, sealed
 from marlin_convert.documents.engine_files import quantization_config
 from marlin_convert.documents.manifest import ListedFile
 from marlin_convert.documents.provenance import Provenance
 from marlin_convert.documents.records import FinishedUnit
+from marlin_convert.models.quantization import rewritten
 from marlin_convert.pipeline.build_manifest import build_manifest, digest_file, rank_index, source_digests
 from marlin_convert.pipeline.card import model_card
 from marlin_convert.pipeline.stages import Stages

@@ -30,7 +30,7 @@ def kernel_check(target: Target, device: str = "cuda") -> Check:
         raise UsageError("--verify kernel needs torch: pip install '.[torch]', or use --verify exact")
     from marlin_convert.checks.kernel.kernel_report import KernelReport
     from marlin_convert.checks.kernel.layer_files import LayerFiles, originals_from_source
-    from marlin_convert.checks.kernel.scope import Scope
+    from marlin_convert.checks.kernel.scope import CheckScope
     from marlin_convert.checks.kernel.verify_kernel import TOKENS, check_layer
     from marlin_convert.kernels.providers import load_for
     from marlin_convert.kernels.quant_types import need_kernel_type
@@ -65,7 +65,7 @@ def kernel_check(target: Target, device: str = "cuda") -> Check:
                 originals_from_source(source, files),
                 provider,
                 device,
-                Scope(plan.ranks, None, TOKENS, top_k),
+                CheckScope(plan.ranks, None, TOKENS, top_k),
                 report,
             )
         if not report.ok:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.documents.manifest import Manifest, read_manifest
-from marlin_convert.documents.records import Job, JobOptions
+from marlin_convert.documents.records import JobOptions, JobRecord
 from marlin_convert.errors import ConvertError, SourceError, UsageError
 from marlin_convert.pipeline.target import Target
 from marlin_convert.pipeline.work_folder import REMOVING, WORK, WorkFolder, is_marked
@@ -50,7 +50,7 @@ class OutState:
 
     out: Path
     manifest: Manifest | None = None
-    job: Job | None = None
+    job: JobRecord | None = None
     damaged: ConvertError | None = None
     missing: frozenset[str] = frozenset()
     any_record: bool = False
@@ -72,10 +72,10 @@ class Request:
     overwrite: bool
 
     @property
-    def job(self) -> Job:
+    def job(self) -> JobRecord:
         """As it is recorded."""
         options = job_options(self.target.plan, self.verify)
-        return Job(FORMAT, options, self.target.identity, dict(self.stamps))
+        return JobRecord(FORMAT, options, self.target.identity, dict(self.stamps))
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Decision:
 
     action: Action
     checks: str
-    job: Job | None = None
+    job: JobRecord | None = None
 
 
 def observe(out: Path, thorough: bool = False) -> OutState:
@@ -235,7 +235,7 @@ def _manifest_options(manifest: Manifest) -> JobOptions:
     )
 
 
-def _job_to_record(state: OutState, request: Request) -> Job | None:
+def _job_to_record(state: OutState, request: Request) -> JobRecord | None:
     """The job to be recorded, or None where the one that was begun is this one. Raises UsageError for other
     options, SourceError for another source.
     """

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from marlin_convert.documents.codec import read, write
-from marlin_convert.documents.records import FinishedUnit, Job, read_record, write_record
+from marlin_convert.documents.records import FinishedUnit, JobRecord, read_record, write_record
 from marlin_convert.errors import MachineError, OutputError
 from marlin_convert.planning.output_plan import OutputPlan, OutputUnit
 from marlin_convert.storage.files import (
@@ -70,18 +70,18 @@ class WorkFolder:
         self.out = out
         self.folder = out / WORK
 
-    def job(self) -> Job | None:
+    def job(self) -> JobRecord | None:
         """What was begun here (source and options), or None. Raises OutputError for a damaged one."""
         path = self.folder / "job.json"
         if not path.exists():
             return None
         complaint = f"{path} is damaged; start again with --overwrite"
         try:
-            return read(read_small(path, MAX_DOCUMENT), Job, complaint)
+            return read(read_small(path, MAX_DOCUMENT), JobRecord, complaint)
         except OSError as error:
             raise OutputError(f"{complaint} ({error.strerror})") from error
 
-    def begin(self, job: Job) -> None:
+    def begin(self, job: JobRecord) -> None:
         """Record what is being done. The job is there before anything else is, as the mark of the folder."""
         make_folder(self.folder)
         write_atomic(self.folder / "job.json", write(job, indent=1))

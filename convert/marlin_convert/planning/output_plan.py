@@ -225,4 +225,4 @@ def _metadata(
     layer = unit.name if unit.layer is None else str(unit.layer)
     routed = rank is not None and unit.experts_prefix is not None
     owned = topology.expert_range(rank, experts) if routed and rank is not None else range(0)
-    return metadata_of(source_id, layout.id, topology.tp, topology.ep, rank, layer, owned)
+    return metadata_of(source_id, layout.id, topology, rank, layer, owned)

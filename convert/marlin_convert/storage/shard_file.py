@@ -10,14 +10,32 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from marlin_convert.checkpoint.header import DTYPE_SIZE
+from marlin_convert.slicing import Rank, Topology
+from marlin_convert.storage.files import PAGE
 
 FORMAT: Final = "marlin-convert"
 FORMAT_VERSION: Final = 1
-PAGE = 4096
 PAD_PREFIX = "__pad__."
 MAX_TENSORS = 1024
 MAX_NAME = 127
+#: bytes per element of the dtypes that safetensors has
+DTYPE_SIZE = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "I64": 8,
+    "U64": 8,
+    "F64": 8,
+}
 
 
 @dataclass(frozen=True)
@@ -171,7 +189,7 @@ def header_bytes(layout: FileLayout, metadata: dict[str, str], start: int) -> by
 
 
 def metadata_of(
-    source_id: str, layout_id: str, tp: int, ep: int, rank: int | None, layer: str, experts: range
+    source_id: str, layout_id: str, topology: Topology, rank: Rank, layer: str, experts: range
 ) -> dict[str, str]:
     """The identity of a file; `rank` None is common/."""
     return {
@@ -179,8 +197,8 @@ def metadata_of(
         "format_version": str(FORMAT_VERSION),
         "layout": layout_id,
         "source": source_id,
-        "tp": str(tp),
-        "ep": str(ep),
+        "tp": str(topology.tp),
+        "ep": str(topology.ep),
         "rank": "common" if rank is None else str(rank),
         "layer": layer,
         "expert_range": f"{experts.start}:{experts.stop}" if experts else "0:0",

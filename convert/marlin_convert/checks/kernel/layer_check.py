@@ -20,7 +20,7 @@ from marlin_convert.checks.kernel.diagnose import diagnose
 from marlin_convert.checks.kernel.fused_check import FusedCheck
 from marlin_convert.checks.kernel.kernel_report import KernelReport
 from marlin_convert.checks.kernel.layer_files import LayerFiles, Original, Originals
-from marlin_convert.checks.kernel.scope import Scope
+from marlin_convert.checks.kernel.scope import CheckScope
 from marlin_convert.documents.checks import Verdict
 from marlin_convert.kernels.fused_moe import align, make_workspace
 from marlin_convert.kernels.gemm_call import GemmCall, Matrix
@@ -46,7 +46,7 @@ class LayerCheck:
     originals: Originals
     provider: Provider
     device: torch.device
-    scope: Scope
+    scope: CheckScope
     report: KernelReport
     _near: dict[int, ExpertWeights] = field(default_factory=dict)
 

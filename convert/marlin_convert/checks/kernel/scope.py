@@ -9,7 +9,7 @@ from marlin_convert.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Scope:
+class CheckScope:
     """What of a layer is checked. `experts` None means all; `tokens` empty leaves the fused check out."""
 
     ranks: tuple[int, ...]

@@ -18,7 +18,7 @@ from marlin_convert.checks.kernel.layer_files import (
     originals_from_source,
     originals_restored,
 )
-from marlin_convert.checks.kernel.scope import Scope, sampled, subset
+from marlin_convert.checks.kernel.scope import CheckScope, sampled, subset
 from marlin_convert.checks.published import open_same
 from marlin_convert.documents.manifest import Manifest, Unit, read_manifest
 from marlin_convert.errors import MachineError, UsageError
@@ -81,7 +81,7 @@ def verify_kernel(
             "not all ranks are in this folder, so the originals cannot be restored from it; give --source"
         )
     top_k = int(model.text.get("num_experts_per_tok", 8))
-    scope = Scope(tuple(on_ranks), scope_experts, tuple(tokens), top_k)
+    scope = CheckScope(tuple(on_ranks), scope_experts, tuple(tokens), top_k)
     shards = {
         rank: open_shards(folder, rank, manifest) for rank in (manifest.ranks if opened is None else on_ranks)
     }
@@ -105,7 +105,7 @@ def check_layer(
     originals: Originals,
     provider: Provider,
     device: str,
-    scope: Scope,
+    scope: CheckScope,
     report: KernelReport,
 ) -> None:
     """Check one layer into `report`."""

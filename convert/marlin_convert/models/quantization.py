@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from marlin_convert.checkpoint.config_values import number, shown
-from marlin_convert.checkpoint.patterns import MAX_LENGTH, Patterns, UnknownFormError
 from marlin_convert.errors import SourceError
+from marlin_convert.models.config_values import number, shown
+from marlin_convert.models.patterns import MAX_LENGTH, Patterns, UnknownFormError
 
 if TYPE_CHECKING:
     from marlin_convert.layout.protocol import QuantScheme

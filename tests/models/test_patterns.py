@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from marlin_convert.checkpoint.patterns import MAX_LENGTH, Patterns, UnknownFormError
+from marlin_convert.models.patterns import MAX_LENGTH, Patterns, UnknownFormError
 
 CONFIG = Path(__file__).parents[1] / "support" / "k26_config.json"
 
@@ -69,7 +69,7 @@ def test_a_list_longer_than_any_is_refused() -> None:
 
 HOSTILE = """
 import sys
-from marlin_convert.checkpoint.patterns import Patterns
+from marlin_convert.models.patterns import Patterns
 patterns = Patterns([eval(sys.argv[1])])
 try:
     for number in range(20_000):
