@@ -1,5 +1,5 @@
-"""Source tensors put together again out of shards, streaming: the way back that every check and every way out
-of a conversion takes.
+"""Source tensors put together again out of shards, streaming: the inverse of a conversion, which every check
+uses.
 
 Slices are put side by side in the order in which the caller gives them. Whose slice comes where is the
 caller's to say: the checks derive it from the format page, on purpose not from `slicing`.

@@ -123,7 +123,7 @@ def _wrong_tensor(manifest: Manifest, kept: KeptSource, tensor: StoredTensor) ->
     stacked = origin.rule == "experts"
     source = kept.entries.get(origin.sources[0].replace("{expert}", "0"))
     if source is None:
-        return  # coverage tells
+        return  # check_coverage reports it
     shape = (
         tensor.shape
         if stacked

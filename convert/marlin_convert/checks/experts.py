@@ -135,7 +135,7 @@ class ExpertCheck:
     def _report_wrong(
         self, wrong: _Wrong, ranks: Sequence[int], pieces: Mapping[Key, Bytes], matrices: Matrices
     ) -> None:
-        """A finding for each rank whose slice is to blame, as far as that can be told."""
+        """A finding for each rank whose slice is wrong, as far as that is known."""
         matrix = matrices[wrong.projection, wrong.role]
         hint = self.published.hint(self._name(wrong.expert, wrong.projection, wrong.role), digest(matrix))
         hint = hint or self._swapped(wrong, ranks, matrices)
@@ -194,7 +194,7 @@ class ExpertCheck:
         return ""
 
     def _check_shapes(self, expert: int) -> None:
-        """weight_shape is not stored: what it must have said is made again and compared with its digest."""
+        """weight_shape is not stored: its value is made from the shape of weight_packed and compared by digest."""
         for projection in PROJECTIONS:
             expected = self.published.digest(self._name(expert, projection, "weight_shape"))
             shape = self.stored.shape.matrix(projection)
@@ -214,7 +214,7 @@ class ExpertCheck:
 
 @dataclass(frozen=True)
 class _Wrong:
-    """A matrix that is not the source's, and the pieces that are known to be to blame."""
+    """A matrix that is not the source's, and the stored pieces that are known to be wrong."""
 
     expert: int
     projection: str

@@ -1,4 +1,4 @@
-"""How a tensor of the format comes to be, stated again from schemas/README.md and the facts of its family,
+"""From which source tensors a stored tensor is made, and how: stated again from schemas/README.md and the facts of its family,
 for the checks alone.
 
 A manifest that is consistent in itself can still be wrong (gate and up exchanged in bytes and in text). So

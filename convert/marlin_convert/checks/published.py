@@ -62,7 +62,7 @@ class Published:
         return value
 
     def hint(self, name: str, found: bytes) -> str:
-        """What it tells that OUT has data of this digest in the place of a source tensor."""
+        """The end of a finding: what data of the digest `found`, in the place of a source tensor, may be."""
         if self._source is not None and self._sound and self._kept.digests.get(name) == found:
             file = self._source.tensors[name].file
             return f", but not from the digest that OUT keeps of it: {file} {SOURCE_DAMAGED}"

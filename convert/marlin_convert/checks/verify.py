@@ -116,7 +116,7 @@ class _Data:
             if origin.rule == "experts":
                 continue
             if origin != expected_origin(origin.tensor, self._kept.model, self._manifest.tp):
-                report.count(unproven=1)  # said already; what it claims is not to be gone by
+                report.count(unproven=1)  # check_manifest has reported it; what it claims cannot be used
                 continue
             held = [item for item in stored if item.tensor.name == origin.tensor]
             if len(held) != shards:

@@ -6,12 +6,16 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from marlin_convert.cli import output
 from marlin_convert.cli.options import Size, gigabytes, hub_options, json_option, parallel_options
 from marlin_convert.errors import UsageError
+
+if TYPE_CHECKING:
+    from marlin_convert.pipeline.run import Converted
 
 #: files named before they are removed
 LISTED = 10
@@ -117,6 +121,11 @@ def command(
             ConvertResult(str(report.out), report.made, report.found, report.output_bytes, seconds, times)
         )
         return
+    _show(report, out, verify, seconds)
+
+
+def _show(report: Converted, out: str, verify: str, seconds: float) -> None:
+    """What was made, in words."""
     if report.made == 0:
         output.result(f"{out} is finished already: {report.found} units, {gigabytes(report.output_bytes)}")
         return

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import click
 
 from marlin_convert.cli import output
 from marlin_convert.cli.options import gigabytes, hub_options, json_option, parallel_options
+
+if TYPE_CHECKING:
+    from marlin_convert.planning.output_plan import OutputPlan, OutputUnit
+    from marlin_convert.planning.plan_report import PlanReport
 
 
 @click.command("plan")
@@ -35,42 +42,54 @@ def command(
     fetched; with OUT the free space there is shown too. Nothing is written.
     """
     from marlin_convert.checkpoint.hub_files import HubOptions
-    from marlin_convert.planning.plan_report import plan, rule_of
-    from marlin_convert.storage.shard_file import is_filler
+    from marlin_convert.planning.plan_report import plan
 
     hub = HubOptions(revision, token, cache_dir)
     report = plan(source, out, tp=tp, ep=ep, layers=layers, ranks=ranks, layout=layout, hub=hub)
     if as_json:
         output.document(report.document())
         return
-    made = report.output
     for group in report.groups():
-        first, last = group[0], group[-1]
-        name = first.name if first is last else f"{first.name} .. {last.name} ({len(group)} units)"
-        output.result(
-            f"{name}: {len(first.ranks)} files of {first.file_size:,} bytes each, such as"
-            f" {made.path(first, first.ranks[0])}"
+        _show_group(report.output, group, every)
+    _show_totals(report)
+
+
+def _show_group(made: OutputPlan, group: Sequence[OutputUnit], every: bool) -> None:
+    """Units of equal files: how many files, and their tensors."""
+    from marlin_convert.planning.plan_report import rule_of
+    from marlin_convert.storage.shard_file import is_filler
+
+    first, last = group[0], group[-1]
+    name = first.name if first is last else f"{first.name} .. {last.name} ({len(group)} units)"
+    output.result(
+        f"{name}: {len(first.ranks)} files of {first.file_size:,} bytes each, such as"
+        f" {made.path(first, first.ranks[0])}"
+    )
+    if first.name == "common" and not every:
+        tensors = sum(not is_filler(p.spec.name) for p in first.files.tensors)
+        output.result(f"  {tensors} tensors that every rank may use, each whole; --all lists them\n")
+        return
+    rows = [
+        (
+            p.spec.name,
+            rule_of(first, p.spec.name),
+            p.spec.dtype,
+            "x".join(map(str, p.spec.shape)),
+            first.data_start + p.offset,
+            p.spec.size,
         )
-        if first.name == "common" and not every:
-            tensors = sum(not is_filler(p.spec.name) for p in first.files.tensors)
-            output.result(f"  {tensors} tensors that every rank may use, each whole; --all lists them\n")
-            continue
-        rows = [
-            (
-                p.spec.name,
-                rule_of(first, p.spec.name),
-                p.spec.dtype,
-                "x".join(map(str, p.spec.shape)),
-                first.data_start + p.offset,
-                p.spec.size,
-            )
-            for p in first.files.tensors
-        ]
-        output.table(
-            ("  tensor", "rule", "dtype", "shape", "offset", "bytes"),
-            [("  " + row[0], *row[1:]) for row in rows],
-        )
-        output.result("")
+        for p in first.files.tensors
+    ]
+    output.table(
+        ("  tensor", "rule", "dtype", "shape", "offset", "bytes"),
+        [("  " + row[0], *row[1:]) for row in rows],
+    )
+    output.result("")
+
+
+def _show_totals(report: PlanReport) -> None:
+    """Padding, source, sizes, and what there is to note."""
+    made = report.output
     padded = made.layout.padded(made.shape)
     if padded != made.shape.local:
         output.result(f"padding: the experts' slice of {made.shape.local} is padded to {padded} with zeros")

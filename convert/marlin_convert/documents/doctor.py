@@ -24,7 +24,7 @@ class Machine(Struct, frozen=True):
     available_bytes: Annotated[OptionalCount, about("of it, available now")]
     memory_limit_bytes: Annotated[OptionalCount, about("a container's limit, null where there is none")]
     open_files: Annotated[OptionalCount, about("files that may be open at once; null: any number")]
-    open_files_hard: Annotated[OptionalCount, about("how far that may be raised; null: as far as you like")]
+    open_files_hard: Annotated[OptionalCount, about("how far that may be raised; null: without limit")]
     system: Annotated[str, about("kernel and its version")]
     python: Annotated[str, about("interpreter and its version")]
 

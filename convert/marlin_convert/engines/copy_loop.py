@@ -1,8 +1,8 @@
-"""The inner loop of loading, compiled: read a part of a file into a pinned buffer, set its copy to the GPU
-going, take the next part.
+"""The inner loop of loading, compiled: read a part of a file into a pinned buffer, start its copy to the
+GPU, take the next part.
 
-In the interpreter a part cost 0.15 ms of the lock that all threads share (16 threads, an H200 machine): half
-the time of a rank that lies in the page cache. Compiled, threads share a counter only, and parts can be small
+In Python each part held the interpreter's lock for 0.15 ms (16 threads, an H200 machine): half the time of
+loading a rank from the page cache. Compiled, threads share a counter only, and parts can be small
 enough to stay in the processor's cache.
 """
 
@@ -49,8 +49,8 @@ class Lane(NamedTuple):
 
 @cache
 def functions() -> Functions:
-    """Those of this machine. Raises MachineError where there is no CUDA driver, or nothing is to be
-    compiled.
+    """Those of this machine. Raises MachineError where there is no CUDA driver or NUMBA_DISABLE_JIT is
+    set.
     """
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # numba makes its attributes from the environment
         raise MachineError(
@@ -71,7 +71,7 @@ def functions() -> Functions:
 
 
 def address_of(function: Any) -> int:
-    """Of a function that ctypes knows."""
+    """The address of a ctypes function."""
     return int(ctypes.cast(function, ctypes.c_void_p).value or 0)
 
 
@@ -90,7 +90,7 @@ def _call(typing: Any, address: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
 
 @intrinsic
 def _take(typing: Any, counter: Any) -> Any:
-    """Add one to the number at an address, at once for all threads; what it was before."""
+    """Atomically add one to the int64 at an address; returns its value from before."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.atomic_rmw(

@@ -30,7 +30,7 @@ def flat_bytes(mapped: mmap.mmap) -> Tensor:
 
 def copy_mapped(files: Iterable[tuple[mmap.mmap, Tensor]]) -> dict[str, float]:
     """Copy each mapping to its target, flat bytes on the current device, and wait for it. Register a piece,
-    set its copy going, register the next.
+    start its copy, register the next.
 
     Returns seconds per step; `register` is part of `register and copy`. Raises MachineError where the driver
     cannot register a read-only mapping. On one thread: the driver takes one range at a time, and more threads

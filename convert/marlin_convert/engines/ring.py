@@ -83,7 +83,7 @@ def _pinned(size: int) -> Tensor:
 
 
 class _Job:
-    """Parts as the compiled loop takes them, shared by the threads, and which of these are still at it."""
+    """Parts as the compiled loop takes them, shared by the threads, and how many threads are still at work."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = parts
@@ -101,12 +101,12 @@ class _Job:
         return read_and_copy(self._table, self._taken.ctypes.data, lane, turn, functions())
 
     def fail(self, error: BaseException) -> None:
-        """No thread begins another part."""
+        """Keep the error; no thread begins another part."""
         self.failures.append(error)
         self._taken[0] = len(self.parts)
 
     def wait(self) -> None:
-        """Until every part was taken and no thread works. A thread that only comes later finds nothing to
+        """Wait until every part was taken and no thread works. A thread that only comes later finds nothing to
         do.
         """
         with self._changed:
@@ -158,7 +158,7 @@ class _Job:
 
 
 def _again(part: Part, buffer: Tensor, free: torch.cuda.Event) -> None:
-    """A part that the compiled loop did not manage, so that it succeeds another way or says why it cannot."""
+    """Do a part in Python that the compiled loop could not do: it succeeds, or the error says why not."""
     free.synchronize()
     length = part.target.numel()
     try:

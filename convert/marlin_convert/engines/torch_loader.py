@@ -1,10 +1,9 @@
 """One rank's shards as torch tensors on a device: whole files in large copies, each tensor a view of the
 device's memory.
 
-Two ways. `ring`: threads read into a few pinned buffers and copy from there; past the page cache (`direct`)
-for files that are not in it. `auto` is `ring`, or `direct` for files that are not in the page cache.
-`mapped`: the read-only mapping of a file is registered with CUDA piece by piece while earlier pieces copy. On
-"cpu" the tensors are views of the mapping and nothing is copied.
+The ways to a GPU. `ring`: threads read into a few pinned buffers and copy from there. `direct`: the same, with
+reads past the page cache. `auto`: `direct` for files that are not in the page cache, else `ring`. `mapped`: the
+read-only mapping of a file is registered with CUDA piece by piece while earlier pieces copy. On "cpu" the tensors are views of the mapping and nothing is copied.
 
 This module loads without torch; its functions need it and say so where it is missing.
 """
@@ -32,9 +31,10 @@ if TYPE_CHECKING:
     from torch import Tensor, dtype
 
 PATHS = ("auto", "ring", "direct", "mapped")
-#: how far the pages lie apart that are looked at to see whether a file is in the page cache
+#: bytes between the pages that are sampled to see whether a file is in the page cache
 SAMPLE = 64 << 20
-#: threads that read at most, from the page cache and from a disk: an H200 machine of 16 cores was fastest so
+#: most threads that read, from the page cache and from a disk: the fastest numbers on an H200 machine of 16
+#: cores
 THREADS = 16
 DIRECT_THREADS = 8
 #: safetensors dtype -> name in torch
@@ -91,8 +91,8 @@ def load_shards(
 ) -> LoadedRank:
     """Bring a rank (or some units of it, such as `layer-001`) to a device.
 
-    `path` is one of PATHS, `threads` how many read for ring and direct. On return all is there, whatever the
-    stream. Raises OutputError for damaged files, UsageError for an unknown rank, unit or path and where torch
+    `path` is one of PATHS, `threads` how many read for ring and direct. On return all
+    copies are complete, on every stream. Raises OutputError for damaged files, UsageError for an unknown rank, unit or path and where torch
     is not installed, MachineError where CUDA or the disk fails.
     """
     require("torch")

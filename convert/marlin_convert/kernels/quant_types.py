@@ -41,12 +41,12 @@ _OF_LAYOUT = {"moe_wna16_marlin.u4b8": UINT4B8}
 
 
 def kernel_type(layout_id: str) -> QuantType | None:
-    """What a stored layout is to the kernel; None for one that it does not read."""
+    """The kernel's weight type for a stored layout; None where it does not read that."""
     return _OF_LAYOUT.get(layout_id)
 
 
 def need_kernel_type(layout_id: str) -> QuantType:
-    """The same. Raises UsageError for a layout that the kernel does not read."""
+    """The kernel's weight type for a stored layout. Raises UsageError where the kernel does not read that."""
     if (kind := kernel_type(layout_id)) is None:
         raise UsageError(
             f"the kernel does not read the layout {layout_id}, so nothing can be checked or timed with it; it"

@@ -12,7 +12,7 @@ from marlin_convert.planning.output_plan import OutputPlan
 
 @dataclass(frozen=True)
 class Target:
-    """One conversion, whoever runs it and however often it is run."""
+    """What one conversion makes; the same in every run of it."""
 
     source: Source
     identity: SourceIdentity

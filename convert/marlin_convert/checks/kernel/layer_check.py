@@ -173,7 +173,7 @@ class LayerCheck:
                 if self.device.type == "cpu":
                     seen[start + i] = read[i].t()
         self.report.weights_read_back += sum(want.numel() for want in expected.values())
-        wrong = [int(count) for count in torch.stack(counts).tolist()]  # the one wait for the device
+        wrong = [int(count) for count in torch.stack(counts).tolist()]  # the only wait for the device
         for i, count in enumerate(wrong):
             if count:
                 read_again = seen.get(i)
