@@ -33,3 +33,7 @@ class MachineError(ConvertError):
     """Disk, network or machine failed; running the same command again continues."""
 
     exit_code = 4
+
+
+class MachineWarning(UserWarning):
+    """Something this machine does not offer is done without; the result is the same."""

@@ -8,6 +8,7 @@ it is the process that forks; `Forks` is the other end.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import pathlib
@@ -20,19 +21,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-#: what can be broken, as attributes of `os`
-CALLS = (
+_OF_OS = (
     "open",
     "fsync",
     "replace",
     "pwrite",
     "posix_fallocate",
+    "posix_fadvise",
     "pread",
     "preadv",
     "mkdir",
     "unlink",
     "rmdir",
 )
+#: what can be broken, and in which module it is
+OWNERS = dict.fromkeys(_OF_OS, os) | {"flock": fcntl}
+CALLS = tuple(OWNERS)
 #: as the `number` of a fault: every call
 EVERY = -1
 
@@ -97,7 +101,7 @@ class _Faults:
         self.counts = dict.fromkeys(CALLS, 0)
         self.lock = threading.Lock()
         for name in CALLS:
-            setattr(os, name, self._wrapped(name, getattr(os, name)))
+            setattr(OWNERS[name], name, self._wrapped(name, getattr(OWNERS[name], name)))
 
     def _wrapped(self, name: str, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from marlin_convert.errors import SourceError
 from marlin_convert.progress import Progress
+from marlin_convert.threads import make_do
 
 if TYPE_CHECKING:
     from marlin_convert.checkpoint.hub import HubStore
@@ -104,8 +105,12 @@ class HubFetcher(Fetcher):
             sweep(self._staging, set(self._queue))
         if self._progress is not None:
             self._progress(0, sum(self._sizes.values()))
-        for thread in self._threads:
-            thread.start()
+        wanted, self._threads = self._threads, []
+        for thread in wanted:
+            with suppress(RuntimeError):  # a limit of processes
+                thread.start()
+                self._threads.append(thread)
+        make_do(len(self._threads), len(wanted))
 
     def wait(self, files: Collection[str]) -> None:
         """See `Fetcher`."""

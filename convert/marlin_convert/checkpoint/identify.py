@@ -8,9 +8,7 @@ of these alone: the same bytes give the same shards, whichever way they came.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
 
@@ -19,8 +17,9 @@ from marlin_convert.checkpoint.source import Source
 from marlin_convert.checkpoint.store import open_file
 from marlin_convert.documents.identity import FileIdentity, SourceIdentity
 from marlin_convert.errors import SourceError
-from marlin_convert.storage.files import PAGE
+from marlin_convert.storage.files import PAGE, advise
 from marlin_convert.storage.reads import read_exactly
+from marlin_convert.threads import Workers
 
 #: a sample has at least this many pages of a file that has as many, and less than twice as many
 SAMPLES = 256
@@ -30,7 +29,7 @@ def identify(source: Source, threads: int = 8) -> SourceIdentity:
     """Identify an opened source. Of a folder this reads a sample of each weight file; of a repository nothing
     more than came with the headers.
     """
-    with ThreadPoolExecutor(threads) as workers:
+    with Workers(threads) as workers:
         files = tuple(workers.map(lambda header: _identify_file(source, header), source.headers))
     repo, revision = source.store.hub_commit or (None, None)
     config = xxhash.xxh3_128_hexdigest(source.config_bytes)
@@ -54,11 +53,10 @@ def _sample(source: Source, header: Header) -> str:
     sampled = [*range(0, pages, max(pages // SAMPLES, 1)), pages - 1]
     hasher = xxhash.xxh3_128()
     with open_file(source.path(header.file)) as descriptor:
-        if hasattr(os, "posix_fadvise"):
-            # ask for all pages at once: the disk takes them in its own order
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-            for page in sampled:
-                os.posix_fadvise(descriptor, data + page * PAGE, PAGE, os.POSIX_FADV_WILLNEED)
+        # ask for all pages at once: the disk takes them in its own order
+        advise(descriptor, 0, 0, "RANDOM")
+        for page in sampled:
+            advise(descriptor, data + page * PAGE, PAGE, "WILLNEED")
         for page in sampled:
             at = data + page * PAGE
             hasher.update(read_exactly(descriptor, at, min(PAGE, header.size - at), header.file))

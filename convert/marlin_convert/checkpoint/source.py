@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +24,7 @@ from marlin_convert.checkpoint.index import (
 from marlin_convert.checkpoint.store import RECORD, FolderStore, Store, recorded_commit
 from marlin_convert.errors import ConvertError, SourceError, UsageError
 from marlin_convert.models.family import ModelConfig, parse_config
+from marlin_convert.threads import Workers
 
 #: never copied beside the shards: other weights, and what version control and downloaders leave
 WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".incomplete", ".lock")
@@ -116,7 +116,7 @@ def open_source(source: str, hub: HubOptions | None = None) -> Source:
     model = parse_config(json_object(config_bytes, "config.json"))
     index_bytes = store.read(INDEX_NAME) if INDEX_NAME in names else None
     weight_map = parse_index(index_bytes) if index_bytes is not None else None
-    with ThreadPoolExecutor(REQUESTS if store.folder is None else 1) as workers:
+    with Workers(REQUESTS if store.folder is None else 1) as workers:
         headers = tuple(workers.map(store.header, weight_files(weight_names(names), weight_map)))
     return Source(
         label=source,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -32,6 +31,7 @@ from marlin_convert.shards.kept_source import KeptSource, read_kept_source, soun
 from marlin_convert.storage.files import digest, machine_errors
 from marlin_convert.storage.reads import PieceReader
 from marlin_convert.storage.shard_file import is_filler
+from marlin_convert.threads import Workers
 
 REMAKE = "to mend it make it again: convert with --overwrite"
 
@@ -77,7 +77,7 @@ def verify(
             )
         published = Published(kept, opened, sound, report)
         tasks = list(_Data(folder, manifest, kept, published).tasks(good & right, report))
-        with ThreadPoolExecutor(threads or os.cpu_count() or 1) as workers:
+        with Workers(threads or os.cpu_count() or 1) as workers:
             for done, _ in enumerate(workers.map(lambda task: task(), tasks), 1):
                 if progress is not None:
                     progress(done, len(tasks))

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from types import FrameType
 
 import click
 
-from marlin_convert.errors import ConvertError
+from marlin_convert.cli import streams
+from marlin_convert.errors import ConvertError, MachineWarning
 from marlin_convert.extras import EXTRAS, missing
 
 VERBS = ("plan", "download", "convert", "verify", "inspect", "bench", "doctor")
@@ -52,24 +57,34 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
 
 def main() -> None:
     """Run the command line and exit."""
+    streams.occupy()
     signal.signal(signal.SIGTERM, _terminate)
-    sys.exit(run(sys.argv[1:]))
+    sys.exit(streams.close(run(sys.argv[1:])))
 
 
 def run(arguments: list[str]) -> int:
     """Run a command line; returns the exit code. Errors go to stderr, one line each; MARLIN_CONVERT_DEBUG=1
     adds the traceback.
     """
+    with warnings.catch_warnings():
+        warnings.simplefilter("once", MachineWarning)
+        warnings.showwarning = _note(warnings.showwarning)
+        return _run(arguments)
+
+
+def _run(arguments: list[str]) -> int:
     try:
         code = cli.main(arguments, prog_name="marlin-convert", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except click.exceptions.Exit as exit_:
         return exit_.exit_code
     except click.ClickException as error:
-        error.show()
+        shown = io.StringIO()
+        error.show(shown)
+        streams.say(shown.getvalue().rstrip("\n"))
         return error.exit_code
     except (click.Abort, KeyboardInterrupt) as interrupt:
-        click.echo("interrupted; run the same command again to continue", err=True)
+        streams.say("interrupted; run the same command again to continue")
         terminated = isinstance(interrupt, Terminated) or isinstance(interrupt.__context__, Terminated)
         return 143 if terminated else 130
     except SystemExit:  # click's answer where nobody reads the output any more; verbs end with ctx.exit
@@ -77,29 +92,49 @@ def run(arguments: list[str]) -> int:
         return 0
     except ConvertError as error:
         _show(error)
-        click.echo(f"error: {error}", err=True)
+        streams.say(f"error: {error}")
         return error.exit_code
     except ModuleNotFoundError as error:
-        if error.name not in EXTRAS:
-            raise
-        click.echo(f"error: {missing(error.name)}", err=True)
-        return 2
+        if error.name in EXTRAS:
+            streams.say(f"error: {missing(error.name)}")
+            return 2
+        return _internal(error)
     except OSError as error:
         _show(error)
-        click.echo(f"error: {error}; mend that, then run the same command again", err=True)
+        streams.say(f"error: {error}; mend that, then run the same command again")
+        return 4
+    except MemoryError as error:
+        _show(error)
+        streams.say("error: out of memory; give it more, then run the same command again")
         return 4
     except Exception as error:
-        _show(error)
-        click.echo(
-            f"internal error: {type(error).__name__}: {error}; set MARLIN_CONVERT_DEBUG=1 and report what it"
-            " prints",
-            err=True,
-        )
-        return 4
+        return _internal(error)
+
+
+def _internal(error: Exception) -> int:
+    _show(error)
+    streams.say(
+        f"internal error: {type(error).__name__}: {error}; set MARLIN_CONVERT_DEBUG=1 and report what it"
+        " prints"
+    )
+    return 4
 
 
 def _show(error: BaseException) -> None:
     if os.environ.get("MARLIN_CONVERT_DEBUG"):
         import traceback
 
-        traceback.print_exception(error)
+        streams.say("".join(traceback.format_exception(error)).rstrip("\n"))
+
+
+def _note(show: Callable[..., None]) -> Callable[..., None]:
+    """Shows what a machine lacks as one line, and other warnings as `show` does."""
+
+    def note(message: Warning | str, category: type[Warning], *where: object) -> None:
+        if issubclass(category, MachineWarning):
+            streams.say(f"note: {message}")
+        else:
+            with suppress(OSError):
+                show(message, category, *where)
+
+    return note

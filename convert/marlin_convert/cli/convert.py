@@ -149,11 +149,14 @@ def _show(report: Converted, out: str, verify: str, seconds: float) -> None:
 def _confirm(files: Sequence[Path]) -> bool:
     """Name what --overwrite removes and ask. Raises UsageError where nobody can be asked."""
     size = sum(path.stat().st_size for path in files)
-    click.echo(f"--overwrite removes {len(files)} files, {gigabytes(size)}:", err=True)
+    output.message(f"--overwrite removes {len(files)} files, {gigabytes(size)}:")
     for path in files[:LISTED]:
-        click.echo(f"  {path}", err=True)
+        output.message(f"  {path}")
     if len(files) > LISTED:
-        click.echo(f"  and {len(files) - LISTED} more", err=True)
+        output.message(f"  and {len(files) - LISTED} more")
     if not sys.stdin.isatty():
         raise UsageError("nothing was removed, as nobody can be asked here; say so with --overwrite --yes")
-    return click.confirm("Remove them?", err=True)
+    try:
+        return click.confirm("Remove them?", err=True)
+    except OSError as error:
+        raise UsageError(f"nothing was removed, as the question cannot be shown: {error.strerror}") from error

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
-import click
 from msgspec import Struct
 
+from marlin_convert.cli import streams
 from marlin_convert.documents.codec import write
 from marlin_convert.progress import Progress
 
 
 def result(text: str) -> None:
-    """A line of the result."""
-    click.echo(text)
+    """A line of the result. Raises MachineError where it cannot be written."""
+    streams.result(text)
 
 
 def document(value: Struct) -> None:
-    """A result as JSON."""
-    click.echo(write(value, indent=1))
+    """A result as JSON. Raises MachineError where it cannot be written."""
+    streams.result(write(value, indent=1).decode())
 
 
 def message(text: str) -> None:
     """Something to know that is not the result."""
-    click.echo(text, err=True)
+    streams.say(text)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -39,7 +39,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
             cell.rjust(width) if to_right else cell.ljust(width)
             for cell, width, to_right in zip(row, widths, right, strict=True)
         )
-        click.echo(line.rstrip())
+        streams.result(line.rstrip())
 
 
 @contextmanager
@@ -54,6 +54,10 @@ def progress_bar(what: str, unit: str = "B", hub: bool = False) -> Iterator[Prog
     bar: Any = None
 
     def progress(done: int, total: int) -> None:
+        with suppress(OSError):  # a terminal that has gone
+            show(done, total)
+
+    def show(done: int, total: int) -> None:
         nonlocal bar
         if bar is None:
             off = not sys.stderr.isatty() or (hub and _hub_bars_off())
@@ -68,7 +72,8 @@ def progress_bar(what: str, unit: str = "B", hub: bool = False) -> Iterator[Prog
         yield progress
     finally:
         if bar is not None:
-            bar.close()
+            with suppress(OSError):
+                bar.close()
 
 
 def _hub_bars_off() -> bool:

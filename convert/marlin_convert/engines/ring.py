@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from threading import Condition, Thread
+from functools import partial
+from threading import Condition
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from marlin_convert.engines.copy_loop import Lane, Words, functions, read_and_copy
 from marlin_convert.errors import MachineError
 from marlin_convert.storage.reads import OpenFile, ShortFileError
+from marlin_convert.threads import make_do, start
 
 #: bytes of a buffer for reads from the page cache and for reads from the disk, as measured fastest on an H200
 #: machine. Of the former all together fit its third cache
@@ -68,8 +70,12 @@ class PinnedRing:
         ready = torch.cuda.current_stream(device).record_event()
         buffers = self._memory.split(self.size)
         try:
-            for i in range(min(self.threads, len(job.parts))):
-                Thread(target=job.work, args=(buffers[2 * i : 2 * i + 2], device, ready), daemon=True).start()
+            wanted, begun = min(self.threads, len(job.parts)), 0
+            while begun < wanted and start(
+                partial(job.work, buffers[2 * begun : 2 * begun + 2], device, ready), f"load-{begun}"
+            ):
+                begun += 1
+            make_do(begun, wanted)
             job.wait()
         except BaseException as error:
             job.fail(error)

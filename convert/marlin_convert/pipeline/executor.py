@@ -5,7 +5,8 @@ bounded by the buffer pool.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from threading import Event, Lock, Thread
+from functools import partial
+from threading import Event, Lock
 
 from marlin_convert.documents.records import FinishedUnit
 from marlin_convert.errors import ConvertError, MachineError
@@ -14,6 +15,7 @@ from marlin_convert.pipeline.stages import Tools
 from marlin_convert.pipeline.tensor_job import TensorJob
 from marlin_convert.pipeline.unit_work import UnitWork
 from marlin_convert.storage.files import machine_error
+from marlin_convert.threads import make_do, start
 
 Job = ExpertJob | TensorJob
 
@@ -33,18 +35,18 @@ class Executor:
         self._open_units: list[UnitWork] = []
 
     def run(self, jobs: Iterator[Job]) -> None:
-        """Run all jobs. On a failure or an interrupt no further job starts, unfinished units are removed, and
-        the first error is raised.
+        """Run all jobs. Fewer threads than wanted are enough. On a failure or an interrupt no further job
+        starts, unfinished units are removed, and the first error is raised.
         """
         # not Thread.join: up to Python 3.12 a signal in the midst of it marks a running thread as ended
         ended = [Event() for _ in range(self._threads)]
         begun: list[Event] = []
         try:
             for i, event in enumerate(ended):
-                Thread(
-                    target=self._work_until_done, args=(jobs, event), name=f"convert-{i}", daemon=True
-                ).start()
+                if not start(partial(self._work_until_done, jobs, event), f"convert-{i}"):
+                    break
                 begun.append(event)
+            make_do(len(begun), len(ended))
             for event in begun:
                 while not event.wait(0.2):  # with a timeout, so that signals are seen
                     pass

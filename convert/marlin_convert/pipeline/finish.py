@@ -10,7 +10,6 @@ import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 
@@ -32,6 +31,7 @@ from marlin_convert.pipeline.work_folder import WORK
 from marlin_convert.planning.output_plan import OutputPlan, rank_folder
 from marlin_convert.storage.files import digest, machine_errors, write_atomic, write_documents
 from marlin_convert.storage.shard_file import FORMAT, FORMAT_VERSION
+from marlin_convert.threads import Workers
 
 #: small files of the source that are read at a time
 AT_A_TIME = 8
@@ -43,7 +43,7 @@ def finish_output(target: Target, records: Mapping[str, FinishedUnit], checks: s
     with machine_errors(f"writing the documents of {out}"):
         documents = {"digests.bin": digest_file(plan, records), "config.json": output_config(source, plan)}
         documents |= _source_documents(source, records) | _indexes(plan)
-        with ThreadPoolExecutor(AT_A_TIME) as workers:
+        with Workers(AT_A_TIME) as workers:
             contents = workers.map(source.store.read, source.auxiliary)
             documents |= dict(zip(source.auxiliary, contents, strict=True))
         files = [_listed(path, data) for path, data in documents.items()]

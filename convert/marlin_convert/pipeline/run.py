@@ -142,7 +142,8 @@ class Conversion:
     def _prepare(self, decision: Decision) -> list[OutputUnit]:
         """Bring OUT into the state in which units can be made; returns those that are left."""
         target, out = self.target, self.target.out
-        Thread(target=_load_compiled).start()
+        with suppress(RuntimeError):  # a thread too many: it is imported when it is needed
+            Thread(target=_load_compiled).start()
         if decision.action is Action.REPLACE:
             with machine_errors(f"clearing {out}"):
                 clear_output(out, target.source.auxiliary)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
 import stat
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from marlin_convert.documents.codec import read, write
 from marlin_convert.documents.records import FinishedUnit, JobRecord, read_record, write_record
-from marlin_convert.errors import MachineError, OutputError
+from marlin_convert.errors import MachineError, MachineWarning, OutputError
 from marlin_convert.planning.output_plan import OutputPlan, OutputUnit
 from marlin_convert.storage.files import (
     MAX_DOCUMENT,
+    UNSUPPORTED,
     digest,
     machine_error,
     make_folder,
@@ -28,6 +31,8 @@ from marlin_convert.storage.files import (
 WORK = ".work"
 #: in it while a conversion is being removed: what is left still carries our mark
 REMOVING = "removing.json"
+#: how file systems say that they lock nothing, or no folders (NFS: EBADF)
+NO_LOCKS = UNSUPPORTED | {errno.ENOLCK, errno.EBADF, errno.EISDIR}
 #: begins every document by which a folder is known to be ours
 MARK = b'"marlin-convert"'
 
@@ -46,7 +51,8 @@ def is_marked(path: Path) -> bool:
 def locked(out: Path) -> Iterator[None]:
     """Hold OUT for this process. Raises MachineError where another one has it.
 
-    The lock is on the folder itself, so there is no lock file to go stale or to be removed under a waiter.
+    The lock is on the folder itself, so there is no lock file to go stale or to be removed under a waiter. On
+    a file system that has no locks it is done without, which is said.
     """
     descriptor = os.open(out, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -57,7 +63,14 @@ def locked(out: Path) -> Iterator[None]:
                 f"{out} is being written by another process; wait for it, or stop it"
             ) from None
         except OSError as error:
-            raise machine_error(f"locking {out}", error) from error
+            if error.errno not in NO_LOCKS:
+                raise machine_error(f"locking {out}", error) from error
+            warnings.warn(
+                f"{out} cannot be locked on this file system ({error.strerror}): see to it yourself that only"
+                " one process converts there",
+                MachineWarning,
+                stacklevel=2,
+            )
         yield
     finally:
         os.close(descriptor)

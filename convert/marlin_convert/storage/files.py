@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,8 @@ CHUNK = 8 << 20
 MAX_DOCUMENT = 256 << 20
 #: bytes of any other file that is read whole, at most
 MAX_SMALL = 64 << 20
+#: how file systems say that they do not do what was asked
+UNSUPPORTED = frozenset((errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP))
 
 
 def digest(data: Buffer) -> bytes:
@@ -71,10 +73,15 @@ def file_digest(path: Path) -> tuple[int, str]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
+    """Make the names in a folder durable. On a file system that cannot be asked to, they become so when it
+    sees fit.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
     finally:
         os.close(descriptor)
 
@@ -171,7 +178,8 @@ def machine_error(what: str, error: OSError) -> ConvertError:
         errno.EACCES: "check the permissions",
         errno.EPERM: "check the permissions",
         errno.EROFS: "choose a place that can be written",
-        errno.EMFILE: "raise the limit of open files (ulimit -n)",
+        errno.EMFILE: "raise the limit of open files (ulimit -n) or give fewer --threads",
+        errno.ENOMEM: "give a smaller --memory or fewer --threads",
     }.get(error.errno or 0, "check the disk")
     return MachineError(
         f"{what}: {error.strerror or error}; {advice}, then run the same command again to continue"
@@ -186,15 +194,23 @@ def open_direct(path: Path, flags: int) -> int | None:
     try:
         return os.open(path, flags | direct)
     except OSError as error:
-        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP):
+        if error.errno in UNSUPPORTED:
             return None
         raise
 
 
-def drop_cache(descriptor: int, offset: int, length: int) -> None:
-    """Give page cache back that will not be needed again (a hint; whole pages only)."""
+def advise(descriptor: int, offset: int, length: int, advice: str) -> None:
+    """Tell the system how a file is used; `advice` is the end of a name `os.POSIX_FADV_...`. A hint: where it
+    is not taken, for whatever reason, nothing but time is lost.
+    """
     if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
+        with suppress(OSError):
+            os.posix_fadvise(descriptor, offset, length, getattr(os, f"POSIX_FADV_{advice}"))
+
+
+def drop_cache(descriptor: int, offset: int, length: int) -> None:
+    """Give page cache back that will not be needed again (whole pages only)."""
+    advise(descriptor, offset, length, "DONTNEED")
 
 
 @cache

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from marlin_convert.storage.files import (
     PAGE,
+    UNSUPPORTED,
     drop_cache,
     file_system_of,
     machine_error,
@@ -124,7 +125,7 @@ def _reserve(descriptor: int, size: int) -> None:
     try:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+        if error.errno not in UNSUPPORTED:
             raise
         os.ftruncate(descriptor, size)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -28,6 +28,7 @@ from marlin_convert.kernels.one_hot import read_back
 from marlin_convert.kernels.providers import Provider
 from marlin_convert.kernels.quant_types import need_kernel_type
 from marlin_convert.storage.buffers import Bytes
+from marlin_convert.threads import Workers
 
 #: experts read and copied together
 BATCH = 8
@@ -53,7 +54,7 @@ class LayerCheck:
     def run(self) -> None:
         """Check all experts in scope; results go to the report."""
         fused = self._fused()
-        with ThreadPoolExecutor(4) as readers:
+        with Workers(4) as readers:
             for experts, original, pieces in self._steps(readers):
                 with self._timed("dequantize"):
                     loaded = original.result()
@@ -84,7 +85,7 @@ class LayerCheck:
         return FusedCheck(self.files, self.device, self.scope.tokens, self.scope.top_k)
 
     def _steps(
-        self, readers: ThreadPoolExecutor
+        self, readers: Workers
     ) -> Iterator[tuple[range, Future[list[Original]], dict[int, Future[dict[str, Bytes]]]]]:
         """Batches of experts of one owner, the next one's bytes being read while one is checked."""
         ahead: list[tuple[range, Future[list[Original]], dict[int, Future[dict[str, Bytes]]]]] = []

@@ -1,0 +1,81 @@
+"""Standard input, output and error, whatever they are: full, closed before we began, or closed meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from typing import TextIO
+
+import click
+
+from marlin_convert.errors import MachineError
+
+
+def occupy() -> None:
+    """Where one of them is closed, put a descriptor in its place that nothing can be written to: else the
+    next file that is opened, a shard perhaps, would be taken for it.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # takes the lowest free number: that of the closed one
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDONLY), mode))
+
+
+def say(text: str) -> None:
+    """A line on stderr. Where that does not work there is no place to say so: what the command does and its
+    exit code are more.
+    """
+    try:
+        click.echo(text, err=True)
+    except (OSError, ValueError):
+        _forget(sys.stderr)
+
+
+def result(text: str) -> None:
+    """A line on stdout. Raises MachineError where it cannot be written; BrokenPipeError where nobody reads
+    any more.
+    """
+    try:
+        click.echo(text)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise unprinted(error) from error
+
+
+def unprinted(error: OSError) -> MachineError:
+    """What is said of a result that could not be printed."""
+    return MachineError(
+        f"the result could not be written to standard output: {error.strerror or error}; run the same"
+        " command again"
+    )
+
+
+def close(code: int) -> int:
+    """Write out what is still held back; returns the exit code. The interpreter would do it later, and end
+    with a code of its own where that fails.
+    """
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError) as error:
+        if code == 0 and isinstance(error, OSError) and error.errno != errno.EPIPE:
+            say(f"error: {unprinted(error)}")
+            code = MachineError.exit_code
+        _forget(sys.stdout)
+    try:
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        _forget(sys.stderr)
+    return code
+
+
+def _forget(stream: TextIO) -> None:
+    """What is held back for a stream, and what comes yet, goes nowhere."""
+    try:
+        number = stream.fileno()
+    except (OSError, ValueError):  # not a file: a test's, or one that is closed
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, number)
+    os.close(nowhere)
