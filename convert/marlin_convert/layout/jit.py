@@ -1,26 +1,42 @@
-"""One decorator for all compiled functions: releases the GIL, and caches on disk where that is possible."""
+"""One decorator for all compiled functions: releases the GIL, and keeps the machine code on the disk where
+that is possible.
+"""
 
 from __future__ import annotations
 
+import pickle
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar, cast
+from uuid import uuid4
 
+import llvmlite
 import numba
+import xxhash
+from numba.core.caching import FunctionCache
+from numba.core.serialize import dumps
+
+from marlin_convert.errors import MachineWarning
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+_said: list[str] = []
 
 
 def jit(function: F) -> F:
     """Compile `function` with numba, without the GIL and with a disk cache.
 
-    A machine where neither the package folder nor the user's cache folder can be written (a read-only image)
-    makes numba refuse the cache when decorating; then the function is compiled anew in each process, which
-    takes seconds and is no error.
+    Whatever is wrong with the cache (a read-only image, a full disk, a damaged file), the function is
+    compiled anew, which takes seconds and is no error; the first trouble of a process is said.
     """
+    compiled: Any = numba.njit(nogil=True)(function)
     try:
-        return cast(F, numba.njit(nogil=True, cache=True)(function))
-    except RuntimeError:
-        return cast(F, numba.njit(nogil=True)(function))
+        compiled._cache = CodeCache(function)
+    except Exception as error:
+        _not_kept(f"compiled code cannot be kept: {error}")
+    return cast(F, compiled)
 
 
 def inline(function: F) -> F:
@@ -28,3 +44,90 @@ def inline(function: F) -> F:
     with its caller.
     """
     return cast(F, numba.njit(nogil=True, forceinline=True)(function))
+
+
+class CodeCache(FunctionCache):  # type: ignore[misc]
+    """numba's cache of one function, with files of our own, and in which nothing that goes wrong is an error.
+
+    numba trusts its files: one that was cut off or emptied by a crash is an error in each later run, and one
+    with other bytes in it may be anything.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        named = Path(self._cache_path) / self._impl.filename_base
+        self._cache_file = CodeFiles(named, self._impl.locator.get_source_stamp())
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """The kept machine code, or None."""
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception as error:
+            _say(
+                f"compiled code kept in {self._cache_path} is of no use ({_reason(error)}): it is made anew,"
+                " which takes some seconds"
+            )
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep machine code, if that can be done."""
+        try:
+            super().save_overload(sig, data)
+        except Exception as error:
+            _not_kept(f"compiled code cannot be kept in {self._cache_path}: {_reason(error)}")
+
+
+class CodeFiles:
+    """A file for each signature of a function: the digest of what follows, of what it was made from and by,
+    and the machine code. It appears whole or not at all, so processes do not disturb each other.
+    """
+
+    def __init__(self, named: Path, source: Any) -> None:
+        self._named = named
+        self._made_of = _digest(repr((numba.__version__, llvmlite.__version__, source)).encode())
+
+    def _path(self, key: Any) -> Path:
+        """For a signature and a processor."""
+        return self._named.with_name(f"{self._named.name}.{_digest(repr(key).encode()).hex()}.code")
+
+    def load(self, key: Any) -> Any:
+        """What was saved for this source, or None. Raises ValueError where it is not whole any more."""
+        path = self._path(key)
+        try:
+            kept = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        if len(kept) < 32 or _digest(kept[16:]) != kept[:16]:
+            raise ValueError(f"{path.name} is damaged")
+        return pickle.loads(kept[32:]) if kept[16:32] == self._made_of else None
+
+    def save(self, key: Any, data: Any) -> None:
+        """Save it in place of what is there."""
+        path, content = self._path(key), self._made_of + dumps(data)
+        temporary = path.with_name(f"{path.name}.{uuid4().hex}")
+        try:
+            temporary.write_bytes(_digest(content) + content)
+            temporary.replace(path)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+
+
+def _digest(data: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(data)
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+
+
+def _not_kept(why: str) -> None:
+    _say(f"{why}; each run compiles again, which takes some seconds; NUMBA_CACHE_DIR can name another folder")
+
+
+def _say(what: str) -> None:
+    """Say the first trouble of a process; others have the same cause, most likely."""
+    if not _said:
+        _said.append(what)
+        warnings.warn(what, MachineWarning, stacklevel=2)
