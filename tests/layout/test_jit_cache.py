@@ -189,7 +189,7 @@ def test_neither_are_code_and_pickles_at_odds(monkeypatch: pytest.MonkeyPatch, e
     def fails(*arguments: object) -> bytes:
         raise error
 
-    monkeypatch.setattr(jit_module, "dumps", fails)
+    monkeypatch.setattr(jit_module, "_pickled", fails)
     compiled: Any = jit(lambda n: n + np.uint64(3))
     with pytest.warns(MachineWarning, match="compiled code cannot be kept in .*: (no|MemoryError|EOFError)"):
         assert compiled(np.uint64(1)) == 4

@@ -15,8 +15,8 @@ from uuid import uuid4
 import llvmlite
 import numba
 import xxhash
+from numba.core import serialize
 from numba.core.caching import FunctionCache
-from numba.core.serialize import dumps
 
 from marlin_convert.errors import MachineWarning
 
@@ -46,7 +46,7 @@ def inline(function: F) -> F:
     return cast(F, numba.njit(nogil=True, forceinline=True)(function))
 
 
-class CodeCache(FunctionCache):  # type: ignore[misc]
+class CodeCache:
     """numba's cache of one function, with files of our own, and in which nothing that goes wrong is an error.
 
     numba trusts its files: one that was cut off or emptied by a crash is an error in each later run, and one
@@ -54,27 +54,28 @@ class CodeCache(FunctionCache):  # type: ignore[misc]
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(function)
-        named = Path(self._cache_path) / self._impl.filename_base
-        self._cache_file = CodeFiles(named, self._impl.locator.get_source_stamp())
+        self._numba = cast(Any, FunctionCache(function))
+        self.cache_path: str = self._numba.cache_path
+        named = Path(self.cache_path) / self._numba._impl.filename_base
+        self._numba._cache_file = CodeFiles(named, self._numba._impl.locator.get_source_stamp())
 
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
+    def load_overload(self, signature: Any, target: Any) -> Any:
         """The kept machine code, or None."""
         try:
-            return super().load_overload(sig, target_context)
+            return self._numba.load_overload(signature, target)
         except Exception as error:
             _say(
-                f"compiled code kept in {self._cache_path} is of no use ({_reason(error)}): it is made anew,"
+                f"compiled code kept in {self.cache_path} is of no use ({_reason(error)}): it is made anew,"
                 " which takes some seconds"
             )
             return None
 
-    def save_overload(self, sig: Any, data: Any) -> None:
+    def save_overload(self, signature: Any, code: Any) -> None:
         """Keep machine code, if that can be done."""
         try:
-            super().save_overload(sig, data)
+            self._numba.save_overload(signature, code)
         except Exception as error:
-            _not_kept(f"compiled code cannot be kept in {self._cache_path}: {_reason(error)}")
+            _not_kept(f"compiled code cannot be kept in {self.cache_path}: {_reason(error)}")
 
 
 class CodeFiles:
@@ -103,7 +104,7 @@ class CodeFiles:
 
     def save(self, key: Any, data: Any) -> None:
         """Save it in place of what is there."""
-        path, content = self._path(key), self._made_of + dumps(data)
+        path, content = self._path(key), self._made_of + _pickled(data)
         temporary = path.with_name(f"{path.name}.{uuid4().hex}")
         try:
             temporary.write_bytes(_digest(content) + content)
@@ -112,6 +113,10 @@ class CodeFiles:
             with suppress(OSError):
                 temporary.unlink()
             raise
+
+
+def _pickled(data: Any) -> bytes:
+    return cast(bytes, serialize.dumps(data))
 
 
 def _digest(data: bytes) -> bytes:
