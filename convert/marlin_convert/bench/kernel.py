@@ -190,13 +190,13 @@ class _Bench:
         return int(((used >= self._layer.owned.start) & (used < self._layer.owned.stop)).sum())
 
     def _w13(self, call: _Call, flags: ReduceFlags) -> Callable[[], Tensor]:
-        """The kernel alone, as w13 has it."""
+        """The kernel alone, on w13."""
         top_k, workspace = self._layer.top_k, self._workspace
         gemm = GemmCall(call.x, self._experts.w13, call.alignment, workspace, top_k, flags=flags)
         return lambda: self._provider.gemm(gemm)
 
     def _w2(self, call: _Call, flags: ReduceFlags) -> Callable[[], Tensor]:
-        """The kernel alone, as w2 has it."""
+        """The kernel alone, on w2."""
         gemm = GemmCall(
             call.c2,
             self._experts.w2,

@@ -33,7 +33,7 @@ class Verbs(click.Group):
         return list(VERBS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of `convert/cli/<verb>.py`."""
+        """The command of `marlin_convert/cli/<verb>.py`."""
         if cmd_name not in VERBS:
             return None
         command = import_module(f"marlin_convert.cli.{cmd_name}").command

@@ -1,4 +1,4 @@
-"""`marlin-convert bench`: one bench a file, `convert/cli/bench_<name>.py`."""
+"""`marlin-convert bench`: one bench a file, `marlin_convert/cli/bench_<name>.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Benches(click.Group):
         return list(BENCHES)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of `convert/cli/bench_<name>.py`."""
+        """The command of `marlin_convert/cli/bench_<name>.py`."""
         if cmd_name not in BENCHES:
             return None
         command = import_module(f"marlin_convert.cli.bench_{cmd_name}").command

@@ -30,7 +30,7 @@ class Sealed(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse_json(raw: bytes) -> Any:
     """The value of a JSON text. Raises ValueError for what is no JSON, and for what parsers disagree about: a
-    key twice in an object, NaN and Infinity, halves of surrogates, nesting without end.
+    key twice in an object, NaN and Infinity, halves of surrogates, nesting that is too deep.
     """
     try:
         value = json.loads(

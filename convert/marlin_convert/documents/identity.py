@@ -1,4 +1,4 @@
-"""Who a source is, as job.json and the manifest keep it, and what tells two looks at it apart."""
+"""What identifies a source, in job.json and in the manifest, and how two identities are compared."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ class SourceIdentity(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def from_hub(self) -> bool:
-        """Whether it is the hub's word that stands for the content."""
+        """Whether the hub's sha256 stands for the content."""
         return any(file.sha256 is not None for file in self.files)
 
     def continued_by(self, other: SourceIdentity) -> str | None:
-        """What forbids to continue with another look at the source, in words; None where nothing does."""
+        """Why a run must not continue with `other`, in words; None where it may."""
         if self.revision is not None and other.revision is not None and self.revision != other.revision:
             return (
                 f"it was commit {self.revision} of {self.repo}, now it is {other.revision}; give --revision"

@@ -64,7 +64,7 @@ class ManifestSource(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def identity(self) -> SourceIdentity:
-        """Who the source is."""
+        """The identity of the source."""
         return SourceIdentity(repo=self.repo, revision=self.revision, files=self.files, config=self.config)
 
 

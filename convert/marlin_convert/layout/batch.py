@@ -1,5 +1,5 @@
-"""Many slices repacked, and checked, in one call of a compiled function: on a machine of many cores the
-interpreter would be in the way otherwise.
+"""Many slices repacked, and checked, in one call of a compiled function: with a call
+for each slice, threads would wait for the interpreter's lock.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Values of config.json: each within bounds that no model comes near, so that nothing later meets another."""
+"""Values of config.json: each is checked against bounds far beyond any
+model, so that later code need not check it."""
 
 from __future__ import annotations
 

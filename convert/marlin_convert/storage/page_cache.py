@@ -24,7 +24,8 @@ def _mincore() -> Callable[[int, int, int], int] | None:
 
 def can_tell(path: Path) -> bool:
     """Whether the system says what of a file is in the page cache: Linux tells only its owner and who may
-    write to it, and lets others believe that all of it is.
+    write to it, and reports
+    to others that all of it is.
     """
     return _mincore() is not None and (os.stat(path).st_uid == os.geteuid() or os.access(path, os.W_OK))
 

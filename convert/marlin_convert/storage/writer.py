@@ -90,8 +90,8 @@ class ShardFile:
             self.writers += change
 
     def finish(self) -> None:
-        """Make the content durable and give the file its name. A failure here condemns the file: a second
-        fsync may lie.
+        """Make the content durable and give the file its name. A failure here ends the use of the
+        file: a second fsync may succeed although data was lost.
         """
         try:
             os.fsync(self.plain)
