@@ -29,11 +29,12 @@ Needed = Mapping[str, Sequence[str]]
 
 class Fetcher(Protocol):
     """Brings source files to the disk. It takes `room` more bytes at `place`, or with its staging folder
-    where `place` is None.
+    where `place` is None. What it brings is `cached` where it has all just gone through the page cache.
     """
 
     place: Path | None = None
     room: int = 0
+    cached: bool = False
 
     def start(self) -> None:
         """Begin to fetch."""
@@ -67,44 +68,37 @@ class LocalFiles(Fetcher):
     def stop(self) -> None: ...
 
 
-class HubFetcher(Fetcher):
-    """The files of a repository.
+class AheadFetcher(Fetcher):
+    """Brings files on threads of its own, in the order in which units need them.
 
     At most `look_ahead` + 1 files are held, under way or there, unless the oldest unit that is not released
-    needs more than that. Files that lie in `staging` are removed when no unit needs them any more; others are
-    never touched.
+    needs more than that.
     """
 
-    def __init__(
-        self,
-        store: HubStore,
-        needed: Needed,
-        staging: Path | None,
-        progress: Progress | None,
-        look_ahead: int = LOOK_AHEAD,
-    ) -> None:
-        self._store, self._staging, self._look_ahead, self._progress = store, staging, look_ahead, progress
-        self._needed, self._queue = dict(needed), fetch_order(needed)
-        self._sizes = {file: store.files[file].size for file in self._queue}
-        self._got = dict.fromkeys(self._queue, 0)
-        self.place = None if staging is not None and store.options.free_source else store.place
-        self.room = self._room()
+    def __init__(self, needed: Needed, workers: int | None = None, look_ahead: int = LOOK_AHEAD) -> None:
+        self._needed, self._queue, self._look_ahead = dict(needed), fetch_order(needed), look_ahead
         self._held: set[str] = set()
         self._ready: dict[str, os.stat_result] = {}
         self._failure: BaseException | None = None
         self._stopped = False
         self._change = Condition()
         self._threads = [
-            Thread(target=self._work, name=f"fetch-{i}", daemon=True)
-            for i in range(store.options.max_workers or WORKERS)
+            Thread(target=self._work, name=f"fetch-{i}", daemon=True) for i in range(workers or WORKERS)
         ]
 
+    def _path(self, file: str) -> Path:
+        """Where a file that was brought lies."""
+        raise NotImplementedError
+
+    def _bring(self, file: str) -> Path:
+        """Have a file on the disk, seen to be the right one."""
+        raise NotImplementedError
+
+    def _let_go(self, file: str) -> None:
+        """No unit needs a file any more."""
+
     def start(self) -> None:
-        """Remove what no unit needs from an earlier run's staging, then begin to fetch."""
-        if self._staging is not None:
-            sweep(self._staging, set(self._queue))
-        if self._progress is not None:
-            self._progress(0, sum(self._sizes.values()))
+        """See `Fetcher`."""
         wanted, self._threads = self._threads, []
         for thread in wanted:
             with suppress(RuntimeError):  # a limit of processes
@@ -127,13 +121,13 @@ class HubFetcher(Fetcher):
         for file in self._needed[unit]:
             before = self._ready[file]
             try:
-                now = self._store.path(file).stat()
+                now = self._path(file).stat()
             except OSError as error:
                 raise SourceError(
                     f"{file} has gone while {unit} was being converted: {error.strerror}; run the same"
                     " command again"
                 ) from error
-            if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+            if stamp(now) != stamp(before):
                 raise SourceError(
                     f"{file} was changed while {unit} was being converted; run the same command again"
                 )
@@ -143,37 +137,30 @@ class HubFetcher(Fetcher):
         with self._change:
             done = self._needed.pop(unit)
             for file in set(done).difference(*self._needed.values()):
-                path = self._store.path(file)
-                if path.parent == self._staging:
-                    path.unlink(missing_ok=True)
-                self._store.forget(file)
+                self._let_go(file)
                 self._held.discard(file)
             self._change.notify_all()
 
     def stop(self) -> None:
-        """See `Fetcher`. A download under way breaks off at its next piece."""
+        """See `Fetcher`. What is under way breaks off at its next piece."""
         with self._change:
             self._stopped = True
             self._change.notify_all()
 
     def join(self) -> None:
-        """Wait until no download is under way, so that none leaves a part of a file behind."""
+        """Wait until nothing is under way, so that no download leaves a part of a file behind."""
         for thread in self._threads:
             thread.join()
 
-    def _room(self) -> int:
-        """Bytes that files still to be fetched take on the disk: all of them, or the most at a time."""
-        store, staging, sizes = self._store, self._staging, self._sizes
-        if self.place is not None or staging is None:
-            return sum(size for file, size in sizes.items() if store.find(file, staging) is None)
-        to_stage = {file: 0 if store.find(file, None) else size for file, size in sizes.items()}
-        staged = sum(path.stat().st_size for path in staging.glob("*") if path.name in sizes)
-        return max(most_at_once(self._needed, to_stage, self._look_ahead) - staged, 0)
+    def _go_on(self) -> None:
+        """Raise InterruptedError after `stop`."""
+        if self._stopped:
+            raise InterruptedError
 
     def _work(self) -> None:
         try:
             while (file := self._next()) is not None:
-                status = self._store.fetch(file, self._staging, partial(self._received, file)).stat()
+                status = self._bring(file).stat()
                 with self._change:
                     self._ready[file] = status
                     self._change.notify_all()
@@ -193,13 +180,71 @@ class HubFetcher(Fetcher):
                 self._change.wait()
             return None
 
+
+class HubFetcher(AheadFetcher):
+    """The files of a repository. Those that lie in `staging` are removed when no unit needs them any more;
+    others are never touched.
+    """
+
+    cached = True
+
+    def __init__(
+        self,
+        store: HubStore,
+        needed: Needed,
+        staging: Path | None,
+        progress: Progress | None,
+        look_ahead: int = LOOK_AHEAD,
+    ) -> None:
+        super().__init__(needed, store.options.max_workers, look_ahead)
+        self._store, self._staging, self._progress = store, staging, progress
+        self._sizes = {file: store.files[file].size for file in self._queue}
+        self._got = dict.fromkeys(self._queue, 0)
+        self.place = None if staging is not None and store.options.free_source else store.place
+        self.room = self._room()
+
+    def start(self) -> None:
+        """Remove what no unit needs from an earlier run's staging, then begin to fetch."""
+        if self._staging is not None:
+            sweep(self._staging, set(self._queue))
+        if self._progress is not None:
+            self._progress(0, sum(self._sizes.values()))
+        super().start()
+
+    def _path(self, file: str) -> Path:
+        return self._store.path(file)
+
+    def _bring(self, file: str) -> Path:
+        return self._store.fetch(file, self._staging, partial(self._received, file))
+
+    def _let_go(self, file: str) -> None:
+        path = self._path(file)
+        if path.parent == self._staging:
+            path.unlink(missing_ok=True)
+        self._store.forget(file)
+
+    def _room(self) -> int:
+        """Bytes that files still to be fetched take on the disk: all of them, or the most at a time."""
+        store, staging, sizes = self._store, self._staging, self._sizes
+        if self.place is not None or staging is None:
+            return sum(size for file, size in sizes.items() if store.find(file, staging) is None)
+        to_stage = {file: 0 if store.find(file, None) else size for file, size in sizes.items()}
+        staged = sum(path.stat().st_size for path in staging.glob("*") if path.name in sizes)
+        return max(most_at_once(self._needed, to_stage, self._look_ahead) - staged, 0)
+
     def _received(self, file: str, size: int) -> None:
         with self._change:
-            if self._stopped:
-                raise InterruptedError
+            self._go_on()
             self._got[file] = min(size, self._sizes[file])
             if self._progress is not None:
                 self._progress(sum(self._got.values()), sum(self._sizes.values()))
+
+
+def stamp(status: os.stat_result) -> list[int]:
+    """Size, modification and change time (ns): whatever is written to a file or put in its place changes the
+    last, which nobody can set.
+    """
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
 def fetch_order(needed: Needed) -> list[str]:

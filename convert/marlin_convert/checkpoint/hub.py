@@ -15,7 +15,7 @@ from marlin_convert.checkpoint.fetcher import Fetcher, HubFetcher, Needed
 from marlin_convert.checkpoint.header import Header, read_header
 from marlin_convert.checkpoint.hub_errors import AGAIN, hub_errors
 from marlin_convert.checkpoint.hub_files import HubFile, HubFiles, HubOptions, Received, remove_fetched
-from marlin_convert.checkpoint.store import START, FolderStore
+from marlin_convert.checkpoint.store import START, FolderStore, folder_of_commit
 from marlin_convert.errors import MachineError, SourceError
 from marlin_convert.progress import Progress
 
@@ -176,16 +176,16 @@ class HubStore:
         return self.files[name]
 
 
-def open_repository(repo: str, options: HubOptions) -> HubStore | FolderStore:
-    """A repository; with HF_HUB_OFFLINE the snapshot of it that lies in the cache, as a folder. Raises
-    SourceError, MachineError, UsageError.
+def open_repository(repo: str, options: HubOptions) -> tuple[HubStore | FolderStore, tuple[str, ...]]:
+    """A repository, and notes for people; with HF_HUB_OFFLINE the snapshot of it that lies in the cache, as a
+    folder. Raises SourceError, MachineError, UsageError.
     """
     from huggingface_hub import constants, try_to_load_from_cache
 
     if not constants.HF_HUB_OFFLINE:
-        return open_hub(repo, options)
+        return open_hub(repo, options), ()
     if options.local_dir is not None:
-        return FolderStore(Path(options.local_dir))
+        return FolderStore(Path(options.local_dir)), ()
     revision = options.revision or "main"
     with hub_errors(f"looking for {repo} in the cache", repo):
         config = try_to_load_from_cache(repo, "config.json", cache_dir=options.cache_dir, revision=revision)
@@ -195,7 +195,9 @@ def open_repository(repo: str, options: HubOptions) -> HubStore | FolderStore:
             f" marlin-convert download {repo}"
         )
     snapshot = Path(config).parent
-    return FolderStore(snapshot, (repo, snapshot.name))
+    # a snapshot's files are links to blobs, which have the names of their digests
+    published = {path.name: path.readlink().name for path in snapshot.iterdir() if path.is_symlink()}
+    return folder_of_commit(snapshot, (repo, snapshot.name), published)
 
 
 def open_hub(repo: str, options: HubOptions) -> HubStore:

@@ -10,6 +10,7 @@ repository again.
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +19,7 @@ from io import BufferedReader, BytesIO
 from pathlib import Path
 from typing import Any
 
+from marlin_convert.checkpoint.fetcher import stamp
 from marlin_convert.checkpoint.hub_errors import AGAIN, hub_errors
 from marlin_convert.errors import MachineError, SourceError
 
@@ -66,7 +68,11 @@ class HubFile:
             if (size := path.stat().st_size) != self.size:
                 return f"{size} bytes, expected {self.size}"
             with path.open("rb") as opened:
-                return self.difference(opened)
+                before = stamp(os.fstat(opened.fileno()))
+                difference = self.difference(opened)
+            return (
+                difference if stamp(path.stat()) == before else "it was changed while it was being compared"
+            )
         except OSError as error:
             raise MachineError(
                 f"{path}: cannot be read ({error.strerror}); check the disk, then {AGAIN}"

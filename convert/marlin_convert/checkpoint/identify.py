@@ -2,8 +2,9 @@
 and different weights.
 
 A folder is identified by a sample of each file, a repository by its commit and the sha256 that the hub
-publishes of each file. Both have the digests of the header and of the first bytes of data, and the id is made
-of these alone: the same bytes give the same shards, whichever way they came.
+publishes of each file; a folder that is said to be of a commit by all of these. All have the digests of the
+header and of the first bytes of data, and the id is made of these alone: the same bytes give the same shards,
+whichever way they came.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def identify(source: Source, threads: int = 8) -> SourceIdentity:
 
 def _identify_file(source: Source, header: Header) -> FileIdentity:
     start, sha256 = xxhash.xxh3_128_hexdigest(source.store.start(header)), source.store.sha256(header.file)
-    sample = _sample(source, header) if sha256 is None else None
+    sample = None if source.folder is None else _sample(source, header)
     return FileIdentity(
         header.file, header.size, xxhash.xxh3_128_hexdigest(header.raw), start, sample, sha256
     )

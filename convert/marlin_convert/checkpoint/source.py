@@ -21,7 +21,7 @@ from marlin_convert.checkpoint.index import (
     weight_files,
     weight_names,
 )
-from marlin_convert.checkpoint.store import RECORD, FolderStore, Store, recorded_commit
+from marlin_convert.checkpoint.store import RECORD, FolderStore, Store, folder_of_commit, read_record
 from marlin_convert.errors import ConvertError, SourceError, UsageError
 from marlin_convert.models.family import ModelConfig, parse_config
 from marlin_convert.threads import Workers
@@ -150,7 +150,12 @@ def _store(source: str, hub: HubOptions | None) -> tuple[Store, tuple[str, ...]]
             f"{source} is the folder of that name here, not the repository on the hub; write ./{source} to"
             " say so"
         )
-        return FolderStore(folder, recorded_commit(folder)), (note,) if is_repository(source) else ()
+        notes = (note,) if is_repository(source) else ()
+        if (record := read_record(folder)) is None:
+            return FolderStore(folder), notes
+        published = {name: sha256 for name, (_, sha256) in record.files.items()}
+        store, more = folder_of_commit(folder, (record.repo, record.revision), published)
+        return store, (*notes, *more)
     if folder.exists():
         raise UsageError(
             f"{source} is a file, not a folder; give the folder that holds config.json and the .safetensors"
@@ -161,7 +166,7 @@ def _store(source: str, hub: HubOptions | None) -> tuple[Store, tuple[str, ...]]
             f"{source} does not exist; give the folder that holds config.json and the .safetensors files, or"
             " a repository org/name"
         )
-    return open_repository(source, hub or HubOptions()), ()
+    return open_repository(source, hub or HubOptions())
 
 
 def _refuse_converted(store: Store, names: dict[str, bool]) -> None:

@@ -5,15 +5,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from marlin_convert.checkpoint.compared import ComparedFiles
 from marlin_convert.checkpoint.fetcher import Fetcher, LocalFiles, Needed
 from marlin_convert.checkpoint.header import Header, read_header
+from marlin_convert.checkpoint.index import weight_names
 from marlin_convert.documents.codec import read
 from marlin_convert.documents.records import DownloadRecord
 from marlin_convert.errors import OutputError, SourceError
@@ -25,6 +28,7 @@ from marlin_convert.storage.reads import read_exactly
 RECORD = ".marlin-convert-source.json"
 #: bytes behind the header that a source's id is made of; few, since they also come over the wire
 START = 16 << 10
+SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class Store(Protocol):
@@ -75,6 +79,8 @@ class FolderStore:
 
     folder: Path
     hub_commit: tuple[str, str] | None = None
+    #: of its weight files, where `hub_commit` is claimed
+    published: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def where(self) -> str:
@@ -110,8 +116,8 @@ class FolderStore:
             return read_exactly(descriptor, header.data_start, size, header.file)
 
     def sha256(self, name: str) -> str | None:
-        """A folder publishes nothing."""
-        return None
+        """What is known to be published of a weight file of `hub_commit`."""
+        return self.published.get(name)
 
     def path(self, name: str) -> Path:
         """Where it lies."""
@@ -122,20 +128,38 @@ class FolderStore:
         return {self.folder.resolve(), *(self.path(name).resolve().parent for name in self.names())}
 
     def fetcher(self, needed: Needed, staging: Path, progress: Progress | None) -> Fetcher:
-        """All files are here."""
-        return LocalFiles()
+        """All files are here; those that are said to be of a commit are compared."""
+        if self.hub_commit is None:
+            return LocalFiles()
+        return ComparedFiles(self.folder, self.published, "{}@{}".format(*self.hub_commit), needed)
 
 
-def recorded_commit(folder: Path) -> tuple[str, str] | None:
-    """(repository, commit) of a folder that `download` filled, if all its files still have the sizes it
-    recorded.
+def folder_of_commit(
+    folder: Path, commit: tuple[str, str], published: Mapping[str, str | None]
+) -> tuple[FolderStore, tuple[str, ...]]:
+    """A folder whose files are said to be those of `commit`, (repository, commit), and notes for people.
+    `published` is what is known of their sha256: the commit is claimed only if that of every weight file is
+    known, and then each that is used is compared.
     """
+    store = FolderStore(folder)
+    weights = weight_names(store.names())
+    known = {name: value for name in weights if SHA256.fullmatch(value := published.get(name) or "")}
+    if len(known) == len(weights):
+        return FolderStore(folder, commit, known), ()
+    unknown = next(name for name in weights if name not in known)
+    said = "{} at commit {}".format(*commit)
+    note = f"what {said} publishes of {unknown} is not known here, so the output will not name the repository"
+    return store, (note,)
+
+
+def read_record(folder: Path) -> DownloadRecord | None:
+    """What `download` wrote in a folder, if all its files still have the sizes it recorded."""
     try:
         record = read(read_small(folder / RECORD, MAX_SMALL), DownloadRecord, f"{folder / RECORD} is damaged")
         same = all((folder / name).stat().st_size == size for name, (size, _) in record.files.items())
     except (OSError, OutputError):
         return None
-    return (record.repo, record.revision) if same else None
+    return record if same else None
 
 
 def header_of(path: Path) -> Header:

@@ -105,7 +105,8 @@ def _show_totals(report: PlanReport) -> None:
     )
     output.result(f"source: {source_size}")
     if report.source.store.hub_commit is not None:
-        output.result("from: {} at commit {}".format(*report.source.store.hub_commit))
+        said = "" if report.source.folder is None else " (to be proven: convert compares every weight file)"
+        output.result("from: {} at commit {}".format(*report.source.store.hub_commit) + said)
     if (fetched := report.fetched()) is not None:
         output.result(
             f"to fetch: {fetched[0]:,} bytes ({gigabytes(fetched[0])}), kept beside the output; with"

@@ -7,13 +7,14 @@ from typing import Annotated
 
 import xxhash
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from marlin_convert.documents.fields import Digest, Positive, RelativePath, Sha256, Text, about
 
 
 class FileIdentity(Struct, frozen=True, omit_defaults=True):
-    """One weight file: its bytes, the digests of its header and of the start of its data, and of a sample of
-    all of it (folder) or the hub's sha256.
+    """One weight file: its bytes, the digests of its header and of the start of its data, of a sample of all
+    of it (folder), and the published sha256 (repository, or a folder of which it is known).
     """
 
     name: Annotated[RelativePath, about("file name in the checkpoint")]
@@ -24,7 +25,10 @@ class FileIdentity(Struct, frozen=True, omit_defaults=True):
         Digest | None,
         about("xxh3-128 of a sample of its data, 256 pages and the last one; of a file read from a folder"),
     ] = None
-    sha256: Annotated[Sha256 | None, about("what the hub publishes; of a file of a repository")] = None
+    sha256: Annotated[
+        Sha256 | None,
+        about("what the hub publishes, compared with every file that was read; where repo is there"),
+    ] = None
 
     def difference(self, other: FileIdentity) -> str | None:
         """What differs of that which both know, in one word."""
@@ -53,9 +57,21 @@ class SourceIdentity(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return xxhash.xxh3_128_hexdigest(json.dumps(common, sort_keys=True, separators=(",", ":")).encode())
 
     @property
-    def from_hub(self) -> bool:
-        """Whether the hub's sha256 stands for the content."""
-        return any(file.sha256 is not None for file in self.files)
+    def compared(self) -> bool:
+        """Whether the published sha256 of every weight file is known and is compared with what is read: only
+        then repository and commit are claimed.
+        """
+        return self.repo is not None and all(file.sha256 is not None for file in self.files)
+
+    @property
+    def sampled(self) -> bool:
+        """Whether it is of a folder."""
+        return any(file.sample is not None for file in self.files)
+
+    def unclaimed(self) -> SourceIdentity:
+        """The same content, without a word on where it was published."""
+        files = tuple(replace(file, sha256=None) for file in self.files)
+        return replace(self, repo=None, revision=None, files=files)
 
     def continued_by(self, other: SourceIdentity) -> str | None:
         """Why a run must not continue with `other`, in words; None where it may."""
@@ -64,8 +80,8 @@ class SourceIdentity(Struct, frozen=True, kw_only=True, omit_defaults=True):
                 f"it was commit {self.revision} of {self.repo}, now it is {other.revision}; give --revision"
                 f" {self.revision} to continue"
             )
-        if self.from_hub != other.from_hub:
-            mine, its = (f"{look.repo} on the hub" if look.from_hub else "a folder" for look in (self, other))
+        if self.sampled != other.sampled:
+            mine, its = ("a folder" if look.sampled else f"{look.repo} on the hub" for look in (self, other))
             return f"before it was {mine}, now it is {its}"
         return self.difference(other)
 

@@ -138,7 +138,7 @@ def _digests(identity: SourceIdentity, files: Sequence[ListedFile]) -> list[str]
             f" `{own['source/digests.bin']}`."
         ),
     ]
-    if identity.from_hub:
+    if identity.compared:
         lines += ["", "| published file | bytes | sha256 |", "|---|---:|---|"]
         lines += [f"| {file.name} | {file.size:,} | `{file.sha256}` |" for file in identity.files]
     return lines

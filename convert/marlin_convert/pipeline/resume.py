@@ -80,11 +80,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Decision:
-    """The answer. `checks` is what is proven on the way; `job` is to be recorded where it is not None."""
+    """The answer. `checks` is what is proven on the way; `job` is to be recorded where it is not None. Where
+    `claim` is false, repository and commit are not named: what was made before was not compared with them.
+    """
 
     action: Action
     checks: str
     job: JobRecord | None = None
+    claim: bool = True
 
 
 def observe(out: Path, thorough: bool = False) -> OutState:
@@ -148,9 +151,12 @@ def decide(state: OutState, request: Request) -> Decision:
         )
     if state.damaged is not None:
         raise state.damaged
+    if not (claim := _may_claim(state, request)):
+        target = dataclasses.replace(request.target, identity=request.target.identity.unclaimed())
+        request = dataclasses.replace(request, target=target)
     if state.manifest is None:
         job = _job_to_record(state, request)
-        return Decision(Action.NEW if state.job is None else Action.CONTINUE, request.verify, job)
+        return Decision(Action.NEW if state.job is None else Action.CONTINUE, request.verify, job, claim)
     _compare_finished(out, state.manifest, request)
     if not state.missing:
         return Decision(Action.DONE, state.manifest.checks)
@@ -160,7 +166,13 @@ def decide(state: OutState, request: Request) -> Decision:
             f"{out} has lost files and was made with --verify kernel; give that again to remake them"
         )
     again = Request(request.target, request.stamps, checks, overwrite=False)
-    return Decision(Action.REPAIR, checks, _job_to_record(state, again))
+    return Decision(Action.REPAIR, checks, _job_to_record(state, again), claim)
+
+
+def _may_claim(state: OutState, request: Request) -> bool:
+    """Whether all that was made so far was compared with what is published, as all that is left will be."""
+    before = [state.job and state.job.identity, state.manifest and state.manifest.source.identity]
+    return not request.target.identity.compared or all(look.compared for look in before if look)
 
 
 def _spare_or_replace(state: OutState, request: Request) -> Decision:
@@ -250,7 +262,7 @@ def _job_to_record(state: OutState, request: Request) -> JobRecord | None:
         )
     touched = [name for name, stamp in asked.stamps.items() if begun.stamps.get(name) != stamp]
     if not touched:
-        return None
+        return None if begun.identity.compared == asked.identity.compared else asked
     # with the digest of every tensor at hand, each is compared; with nothing finished, nothing can be mixed
     if state.keeps_digests or not state.any_record:
         return asked

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from threading import Lock, Thread
@@ -125,6 +125,8 @@ class Conversion:
             out.mkdir(parents=True, exist_ok=True)
         with locked(out):
             decision = self._decide()
+            if not decision.claim:
+                target = self.target = replace(target, identity=target.identity.unclaimed())
             if decision.action is not Action.DONE:
                 left = self._prepare(decision)
                 self._make(left, decision.checks, kernel, fetch_progress)
@@ -189,7 +191,7 @@ class Conversion:
             fetcher.release(done.unit.name)
 
         # what has just been fetched and hashed is in the page cache: reading past it would read the disk
-        reader = PieceReader(source.path, self.direct_io and source.folder is not None)
+        reader = PieceReader(source.path, self.direct_io and not fetcher.cached)
         pool, count = BufferPool(self.budget.memory), _counter(source, left, self.progress)
         tools = Tools(fetcher, reader, pool, self.stages, checks != "none", count)
         fetcher.start()
