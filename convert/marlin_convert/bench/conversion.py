@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from threading import Event, Thread
 
 from msgspec.structs import replace
 
 from marlin_convert.bench.cold import evict, resident
+from marlin_convert.bench.peak_memory import PeakMemory
 from marlin_convert.bench.synthetic import make_layers
 from marlin_convert.documents.bench import (
     ConversionBench,
@@ -147,7 +147,7 @@ def _convert(source: Path, out: Path, arguments: Sequence[str]) -> _Run:
     begin = time.perf_counter()
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.PIPE)
-        peak = _PeakMemory(process.pid)
+        peak = PeakMemory(process.pid)
         _, errors = process.communicate()
         wall = time.perf_counter() - begin
         memory = peak.stop()
@@ -161,46 +161,6 @@ def _convert(source: Path, out: Path, arguments: Sequence[str]) -> _Run:
     shutil.rmtree(out)
     os.sync()
     return _Run(report.seconds, wall, memory, report.stages)
-
-
-class _PeakMemory:
-    """Samples the anonymous memory of a process and all below it."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid, self._peak, self._stop = pid, 0, Event()
-        self._thread = Thread(target=self._watch, daemon=True)
-        self._thread.start()
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.05):
-            self._peak = max(self._peak, sum(_anonymous(pid) for pid in _tree(self._pid)))
-
-    def stop(self) -> int:
-        """The peak in bytes."""
-        self._stop.set()
-        self._thread.join()
-        return self._peak
-
-
-def _tree(pid: int) -> list[int]:
-    pids = [pid]
-    try:
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in (task / "children").read_text().split():
-                pids += _tree(int(child))
-    except OSError:
-        pass
-    return pids
-
-
-def _anonymous(pid: int) -> int:
-    try:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Anonymous:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 0
 
 
 def _report(size: int, runs: Mapping[str, Sequence[_Run]], settings: ConversionSettings) -> ConversionBench:
