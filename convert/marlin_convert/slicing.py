@@ -13,6 +13,8 @@ from marlin_convert.errors import UsageError
 
 #: no engine runs more slices of one expert than this
 MAX_MOE_TP = 64
+#: ranks in all
+MAX_TP = 4096
 
 #: a rank, or None for common/
 Rank = int | None
@@ -35,6 +37,8 @@ class Topology:
                 f"--ep {ep} does not divide --tp {tp}; tp is the number of all ranks, so tp 8 ep 8 is 8"
                 " ranks, not 64"
             )
+        if tp > MAX_TP:
+            raise UsageError(f"--tp {tp}: at most {MAX_TP} ranks are supported")
         if tp // ep > MAX_MOE_TP:
             raise UsageError(
                 f"--tp {tp} with --ep {ep} cuts each expert into {tp // ep} slices; at most {MAX_MOE_TP} are "

@@ -47,6 +47,6 @@ def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> N
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(tmp_path / "socket"))
         for name in ("pipe", "folder", "link", "socket"):
-            for read in (open_regular, file_digest, lambda path: read_small(path, 1)):
+            for read in (open_regular, lambda path: file_digest(path, 1), lambda path: read_small(path, 1)):
                 with pytest.raises(OSError, match=r"regular file|directory|No such device or address"):
                     read(tmp_path / name)

@@ -14,6 +14,8 @@ from marlin_convert.storage.shard_file import DTYPE_SIZE
 
 #: the reference reader's limit
 MAX_HEADER = 100_000_000
+#: bytes of the headers of all files together; those of K2.6 have 27 million
+MAX_HEADERS = 256 << 20
 #: of a tensor; no framework has more
 MAX_DIMENSIONS = 64
 

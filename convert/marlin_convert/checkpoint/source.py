@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from marlin_convert.checkpoint.header import Header
+from marlin_convert.checkpoint.header import MAX_HEADERS, Header
 from marlin_convert.checkpoint.hub import open_repository
 from marlin_convert.checkpoint.hub_files import HubOptions
 from marlin_convert.checkpoint.index import (
@@ -118,6 +118,8 @@ def open_source(source: str, hub: HubOptions | None = None) -> Source:
     weight_map = parse_index(index_bytes) if index_bytes is not None else None
     with Workers(REQUESTS if store.folder is None else 1) as workers:
         headers = tuple(workers.map(store.header, weight_files(weight_names(names), weight_map)))
+    if (size := sum(len(header.raw) for header in headers)) > MAX_HEADERS:
+        raise SourceError(f"the headers of all files have {size} bytes, expected at most {MAX_HEADERS}")
     return Source(
         label=source,
         store=store,

@@ -22,6 +22,7 @@ def check_manifest(manifest: Manifest, kept: KeptSource, report: Verification) -
     things.
     """
     report.add(*(Finding("manifest.json", f"says {what}") for what in _wrong_facts(manifest, kept)))
+    report.add(*(Finding("digests.bin", what) for what in _wrong_digests(manifest)))
     layers, right = {unit.name: unit.layer for unit in manifest.units}, set()
     for shard in manifest.shards:
         problems = list(_wrong_shard(manifest, kept, shard))
@@ -78,6 +79,17 @@ def _wrong_facts(manifest: Manifest, kept: KeptSource) -> Iterator[str]:
             f"complete {manifest.complete}, but its ranks and units are {'all' if whole else 'not all'}"
             " there are"
         )
+
+
+def _wrong_digests(manifest: Manifest) -> Iterator[str]:
+    """digests.bin has 16 bytes for each expert of each stacked tensor, and each at its place."""
+    size = next((file.size for file in manifest.files if file.path == "digests.bin"), 0)
+    stacked = [t for shard in manifest.shards for t in shard.tensors if t.experts is not None and t.shape]
+    ends = {tensor.name: (tensor.experts or 0) + 16 * tensor.shape[0] for tensor in stacked}
+    if size != (expected := sum(16 * tensor.shape[0] for tensor in stacked)):
+        yield f"has {size} bytes by the manifest, expected {expected}: 16 for each expert of each stacked tensor"
+    if beyond := [name for name, end in ends.items() if end > size]:
+        yield f"has {size} bytes, and the manifest says that digests of {beyond[0]} lie behind them"
 
 
 def model_constants(model: ModelConfig) -> dict[str, Any]:

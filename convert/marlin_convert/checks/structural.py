@@ -5,6 +5,7 @@ derived again from what it stands for.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import xxhash
@@ -37,7 +38,7 @@ def check_listed_files(out: Path, manifest: Manifest, report: Verification) -> N
     """
     for file in manifest.files:
         try:
-            size, value = file_digest(out / file.path)
+            size, value = file_digest(out / file.path, min(file.size, MAX_DOCUMENT))
         except OSError as error:
             report.add(Finding(file.path, f"cannot be read ({error.strerror})"))
             continue
@@ -151,16 +152,7 @@ def check_coverage(manifest: Manifest, kept: KeptSource, report: Verification) -
     """Each source tensor is stored once or only checked, or lies outside the ranks and layers that were asked
     for.
     """
-    covered: dict[str, int] = {}
-    experts = range(kept.model.experts)
-    for unit in manifest.units:
-        for pattern in [source for origin in unit.tensors for source in origin.sources] + list(unit.checked):
-            for name in (
-                (pattern.replace("{expert}", str(e)) for e in experts)
-                if "{expert}" in pattern
-                else (pattern,)
-            ):
-                covered[name] = covered.get(name, 0) + 1
+    covered = _covered(manifest, kept)
     for name, value in kept.digests.items():
         times = covered.pop(name, 0)
         if times > 1:
@@ -174,6 +166,25 @@ def check_coverage(manifest: Manifest, kept: KeptSource, report: Verification) -
             Finding("manifest.json", f"a tensor is said to come from {name}, which the source does not have")
         )
     _check_units(manifest, report)
+
+
+def _covered(manifest: Manifest, kept: KeptSource) -> dict[str, int]:
+    """How often each source tensor is said to be taken. Of a pattern no more names are made than the source
+    has, but for one that it does not have.
+    """
+    patterns = Counter(
+        pattern
+        for unit in manifest.units
+        for pattern in (*(name for origin in unit.tensors for name in origin.sources), *unit.checked)
+    )
+    covered = Counter[str]()
+    for pattern, times in patterns.items():
+        for expert in range(kept.model.experts if "{expert}" in pattern else 1):
+            name = pattern.replace("{expert}", str(expert))
+            covered[name] += times
+            if name not in kept.entries:
+                break
+    return covered
 
 
 def _check_units(manifest: Manifest, report: Verification) -> None:

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
+from marlin_convert.slicing import MAX_TP
+
 
 def about(description: str, **schema: Any) -> Meta:
     """What a key means, for its schema; more keywords go into the schema as they are, and bind the writer
@@ -17,6 +19,7 @@ def about(description: str, **schema: Any) -> Meta:
 #: sizes, offsets, counts: sums of a few of them stay in 64 bits
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Positive = Annotated[int, Meta(ge=1, lt=1 << 62)]
+Ranks = Annotated[int, Meta(ge=1, le=MAX_TP)]
 #: of reports, which are only written
 Count = Annotated[int, Meta(ge=0)]
 OneOrMore = Annotated[int, Meta(ge=1)]

@@ -15,6 +15,7 @@ from marlin_convert.documents.fields import (
     Number,
     Offset,
     Positive,
+    Ranks,
     RelativePath,
     Shape,
     ShardPath,
@@ -78,8 +79,8 @@ class Padding(Struct, frozen=True):
 class Parallel(Struct, frozen=True):
     """How the model is split."""
 
-    tp: Annotated[Positive, about("ranks in all")]
-    ep: Annotated[Positive, about("groups of ranks that the routed experts are split over")]
+    tp: Annotated[Ranks, about("ranks in all")]
+    ep: Annotated[Ranks, about("groups of ranks that the routed experts are split over")]
     moe_tp: Annotated[Positive, about("tp / ep: slices of one expert", maximum=64)]
     rules: Annotated[Digest, about("xxh3-128 of the JSON of the rules")]
     padding: Annotated[Padding | None, about("zeros at the end of each expert's slice, or null")]

@@ -4,20 +4,21 @@ output exact without the source.
 
 from __future__ import annotations
 
-import gzip
-import json
+import errno
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from marlin_convert.checkpoint.header import Header, TensorEntry, parse_header
+from marlin_convert.checkpoint.header import MAX_HEADER, MAX_HEADERS, Header, TensorEntry, parse_header
+from marlin_convert.checkpoint.index import json_object
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.documents.manifest import Manifest
 from marlin_convert.errors import ConvertError, OutputError
+from marlin_convert.models.config_values import MAX_CONFIG
 from marlin_convert.models.family import ModelConfig, parse_config
-from marlin_convert.storage.files import digest
+from marlin_convert.storage.files import MAX_DOCUMENT, digest, read_small
 
 ZEROS = bytes(16)
 #: the digests of the source's tensors, in OUT
@@ -58,33 +59,56 @@ def recorded_digests(out: Path, source: Source) -> dict[str, tuple[bytes, str]]:
     must come of the same bytes. Nothing where they are not there, or not whole.
     """
     try:
-        digests = digests_by_tensor(source.headers, (out / DIGESTS).read_bytes())
-    except (FileNotFoundError, OutputError):
+        digests = digests_by_tensor(source.headers, read_small(out / DIGESTS, 16 * len(source.tensors)))
+    except OutputError:
         return {}
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.EFBIG):
+            return {}
+        raise
     return {name: (value, source.tensors[name].file) for name, value in digests.items() if value != ZEROS}
 
 
 def sound_bytes(out: Path, manifest: Manifest, name: str) -> bytes | None:
     """What a listed file holds; None where it is not there or not what the manifest has the digest of."""
-    if not (out / name).is_file():
+    listed = next((file for file in manifest.files if file.path == name), None)
+    path = out / name
+    if listed is None or not path.is_file() or path.stat().st_size != listed.size:
         return None
-    data = (out / name).read_bytes()
-    listed = [file.digest for file in manifest.files if file.path == name]
-    return data if digest(data).hex() in listed else None
+    data = read_small(path, MAX_DOCUMENT)
+    return data if digest(data).hex() == listed.digest else None
+
+
+def unpacked(packed: bytes, most: int) -> bytes:
+    """What a gzip file of one piece holds. Raises ValueError where that is more than `most` bytes, of which
+    no more are unpacked, or not whole.
+    """
+    unpacking = zlib.decompressobj(wbits=31)  # with the header and the check sum of gzip
+    try:
+        data = unpacking.decompress(packed, most + 1)
+    except zlib.error as error:
+        raise ValueError(str(error)) from error
+    if len(data) > most:
+        raise ValueError(f"a header unpacks to more than the {most} bytes that are expected")
+    if not unpacking.eof or unpacking.unused_data:
+        raise ValueError("a header is not one whole gzip file")
+    return data
 
 
 def read_kept_source(out: Path, manifest: Manifest) -> KeptSource:
     """Read source/. Raises OutputError where it is not whole or not of one piece with the manifest."""
     try:
-        headers = []
+        headers, left = [], MAX_HEADERS
         for file in manifest.source.files:
-            raw = gzip.decompress((out / "source" / "headers" / f"{file.name}.gz").read_bytes())
+            packed = read_small(out / "source" / "headers" / f"{file.name}.gz", MAX_HEADER)
+            raw = unpacked(packed, min(file.size, MAX_HEADER, left))
             headers.append(parse_header(file.name, file.size, raw))
-        config_bytes = (out / "source" / "config.json").read_bytes()
-        config = json.loads(config_bytes)
-        blob = (out / "source" / "digests.bin").read_bytes()
+            left -= len(raw)
+        config_bytes = read_small(out / "source" / "config.json", MAX_CONFIG)
+        config = json_object(config_bytes, "config.json")
+        blob = read_small(out / DIGESTS, 16 * sum(len(header.tensors) for header in headers))
         model = parse_config(config)
-    except (OSError, ValueError, EOFError, zlib.error, KeyError, TypeError, ConvertError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ConvertError) as error:
         raise OutputError(
             f"{out}/source is damaged ({error}), so nothing can be proven; make OUT again: convert with"
             " --overwrite"

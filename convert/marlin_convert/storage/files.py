@@ -62,10 +62,12 @@ def read_small(path: Path, most: int) -> bytes:
     return data
 
 
-def file_digest(path: Path) -> tuple[int, str]:
-    """Size and xxh3-128 (hex) of a file. Raises OSError."""
+def file_digest(path: Path, most: int) -> tuple[int, str]:
+    """Size and xxh3-128 (hex) of a file; no digest of one longer than `most` bytes. Raises OSError."""
     hasher, size = xxhash.xxh3_128(), 0
     with os.fdopen(open_regular(path), "rb") as file:
+        if (whole := os.fstat(file.fileno()).st_size) > most:
+            return whole, "not taken"
         while piece := file.read(CHUNK):
             hasher.update(piece)
             size += len(piece)
