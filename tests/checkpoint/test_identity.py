@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import xxhash
 
+import trees
 from checkpoints import Checkpoint, make_layers
 from marlin_convert.checkpoint.identify import identify, stamps
 from marlin_convert.checkpoint.source import open_source
@@ -155,11 +156,18 @@ def test_stamps(folder: Path, made: Checkpoint) -> None:
     first, second, *_ = sorted(made.files)
     before = stamps(source, [first, second])
     assert before == {
-        name: [(folder / name).stat().st_size, (folder / name).stat().st_mtime_ns] for name in (first, second)
+        name: [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+        for name in (first, second)
+        if (status := (folder / name).stat())
     }
     os.utime(folder / first, ns=(1, 12345))
     after = stamps(source, [first, second])
-    assert after[first] == [before[first][0], 12345]
+    assert after[first][:2] == [before[first][0], 12345]
+    assert after[second] == before[second]
+    trees.rewrite_unseen(folder / first, (folder / first).read_bytes())
+    again = stamps(source, [first])[first]
+    assert again[:2] == after[first][:2]
+    assert again[2] > after[first][2]
     assert after[second] == before[second]
     (folder / second).unlink()
     with pytest.raises(SourceError, match=f"{second} has gone from the source"):

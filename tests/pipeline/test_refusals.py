@@ -16,6 +16,10 @@ import trees
 from checkpoints import Checkpoint, make_small
 from damage import edit_json
 from forks import Forks
+from marlin_convert.checkpoint.source import open_source
+from marlin_convert.documents.records import read_record
+from marlin_convert.errors import SourceError
+from marlin_convert.pipeline.recheck import compare_recorded
 
 Command = Callable[..., tuple[int, str, str]]
 SECOND, FOURTH = "model-00002-of-000006.safetensors", "model-00004-of-000006.safetensors"
@@ -479,6 +483,67 @@ def test_source_that_was_touched(forks: Forks, copied_source: Path, tmp_path: Pa
     assert "was written again" in stderr
     assert trees.tree(out, without=()) == before
     assert command("convert", copied_source, out, "--tp", 2, "--overwrite", "--yes")[0] == 0
+
+
+def killed_in_the_midst(forks: Forks, source: Path, out: Path) -> int:
+    """How many units are recorded."""
+    fault = {"call": "replace", "number": 8, "action": "SIGKILL"}
+    assert forks.run("convert", source, out, "--tp", 2, "--threads", 1, fault=fault).code == -9
+    return len(list((out / ".work" / "units").glob("*.json")))
+
+
+def test_source_of_which_only_the_attributes_changed(
+    forks: Forks, copied_source: Path, tiny_tp2: Path, tmp_path: Path, command: Command
+) -> None:
+    """chmod and hard links change the time of change: what was made is compared, then it goes on."""
+    out = tmp_path / "out"
+    made = killed_in_the_midst(forks, copied_source, out)
+    assert made > 0
+    for path in shards_of(copied_source):
+        path.chmod(0o600)
+        os.link(path, path.with_name(f".{path.name}"))
+    code, stdout, stderr = command("convert", copied_source, out, "--tp", 2, "--json")
+    assert (code, stderr) == (0, "")
+    assert json.loads(stdout)["units_found"] == made
+    assert trees.tree(out) == trees.tree(tiny_tp2)
+
+
+def test_source_replaced_with_its_time_put_back(forks: Forks, copied_source: Path, tmp_path: Path) -> None:
+    """Where the sample does not look the digests of what was read tell."""
+    out = tmp_path / "out"
+    assert killed_in_the_midst(forks, copied_source, out) > 0
+    source = open_source(str(copied_source))
+    records = [read_record(path.read_bytes(), str(path)) for path in (out / ".work" / "units").glob("*.json")]
+    files = [header.file for header in source.headers]
+    compare_recorded(source, records, files)
+    name = next(iter(records[0].source))
+    path, entry = source.path(source.tensors[name].file), source.tensors[name].entry
+    data = bytearray(path.read_bytes())
+    data[entry.offset + entry.size - 1] ^= 1
+    trees.rewrite_unseen(path, bytes(data))
+    compare_recorded(source, records, set(files) - {path.name})
+    said = f"{path.name} was replaced after units were made of it: the xxh3-128 of {name} is"
+    with pytest.raises(SourceError, match=said):
+        compare_recorded(source, records, files)
+
+
+def test_source_replaced_while_it_is_converted(forks: Forks, copied_source: Path, tmp_path: Path) -> None:
+    """Size and time of modification are as before; what was being made does not count."""
+    out = tmp_path / "out"
+    path = shards_of(copied_source)[-1]
+    other = tmp_path / "other"
+    shutil.copy2(path, other)
+    fault = {
+        "call": "pwrite",
+        "number": 0,
+        "action": "run",
+        "command": ["cp", "--preserve", str(other), str(path)],
+        "result": str(tmp_path / "result"),
+    }
+    done = forks.run("convert", copied_source, out, "--tp", 2, fault=fault)
+    assert done.code == 3
+    assert "a weight file was changed while" in done.stderr
+    assert not list((out / ".work" / "units").iterdir())
 
 
 def test_source_that_was_touched_before_anything_was_finished(

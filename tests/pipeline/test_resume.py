@@ -78,6 +78,17 @@ def test_a_source_file_was_touched_since(target: Target, records: bool, digests:
         assert decide(state, request) == Decision(Action.CONTINUE, "exact", request.job)
 
 
+@pytest.mark.parametrize("records", [False, True])
+def test_only_the_attributes_of_a_source_file_changed(target: Target, records: bool) -> None:
+    """It goes on once what was made of the file is compared."""
+    (first, *_) = target.source.headers
+    stamp = begun(target).stamps[first.file]
+    request = request_for(target, touched={first.file: [*stamp[:2], stamp[2] + 1]})
+    recheck = (first.file,) if records else ()
+    decision = decide(OutState(target.out, job=begun(target), any_record=records), request)
+    assert decision == Decision(Action.CONTINUE, "exact", request.job, recheck=recheck)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

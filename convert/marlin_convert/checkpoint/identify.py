@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 import xxhash
 
+from marlin_convert.checkpoint.fetcher import stamp
 from marlin_convert.checkpoint.header import Header
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.checkpoint.store import open_file
@@ -65,12 +66,14 @@ def _sample(source: Source, header: Header) -> str:
 
 
 def stamps(source: Source, files: Iterable[str]) -> dict[str, list[int]]:
-    """Size and modification time (ns) of files: a change between two looks means that they were touched."""
+    """Size, modification and change time (ns) of files: a change between two looks means that they were
+    touched.
+    """
     result = {}
     for name in files:
         try:
             status = source.path(name).stat()
         except OSError as error:
             raise SourceError(f"{name} has gone from the source: {error.strerror}") from error
-        result[name] = [status.st_size, status.st_mtime_ns]
+        result[name] = stamp(status)
     return result

@@ -44,8 +44,8 @@ class JobRecord(Struct, frozen=True):
     options: Annotated[JobOptions, about("what must be the same to continue")]
     identity: Annotated[SourceIdentity, about("the source, as in the manifest")]
     stamps: Annotated[
-        dict[str, Annotated[list[Number], Meta(min_length=2, max_length=2)]],
-        about("per source file its size and modification time in ns"),
+        dict[str, Annotated[list[Number], Meta(min_length=3, max_length=3)]],
+        about("per source file its size, and the times of modification and of change in ns"),
     ]
 
 

@@ -28,7 +28,7 @@ from marlin_convert.storage.shard_file import FORMAT, FORMAT_VERSION
 #: what is proven while converting, each more than the one before
 CHECKS = ("none", "exact", "kernel")
 
-#: per file of a source folder its size and modification time
+#: per file of a source folder its size, modification time and change time
 Stamps = Mapping[str, list[int]]
 
 
@@ -82,12 +82,14 @@ class Request:
 class Decision:
     """The answer. `checks` is what is proven on the way; `job` is to be recorded where it is not None. Where
     `claim` is false, repository and commit are not named: what was made before was not compared with them.
+    `recheck` are source files that must be compared with the records before the job is recorded.
     """
 
     action: Action
     checks: str
     job: JobRecord | None = None
     claim: bool = True
+    recheck: tuple[str, ...] = ()
 
 
 def observe(out: Path, thorough: bool = False) -> OutState:
@@ -156,7 +158,8 @@ def decide(state: OutState, request: Request) -> Decision:
         request = dataclasses.replace(request, target=target)
     if state.manifest is None:
         job = _job_to_record(state, request)
-        return Decision(Action.NEW if state.job is None else Action.CONTINUE, request.verify, job, claim)
+        action = Action.NEW if state.job is None else Action.CONTINUE
+        return Decision(action, request.verify, job, claim, _to_compare(state, request))
     _compare_finished(out, state.manifest, request)
     if not state.missing:
         return Decision(Action.DONE, state.manifest.checks)
@@ -260,16 +263,30 @@ def _job_to_record(state: OutState, request: Request) -> JobRecord | None:
             f"{state.out} was begun from another source: {difference}; use another OUT, or --overwrite to"
             " start again"
         )
-    touched = [name for name, stamp in asked.stamps.items() if begun.stamps.get(name) != stamp]
+    touched = _touched(begun, asked)
     if not touched:
         return None if begun.identity.compared == asked.identity.compared else asked
     # with the digest of every tensor at hand, each is compared; with nothing finished, nothing can be mixed
     if state.keeps_digests or not state.any_record:
         return asked
+    rewritten = [name for name in touched if begun.stamps.get(name, [])[:2] != asked.stamps[name][:2]]
+    if not rewritten:
+        return asked  # chmod, a hard link, or a replacement with its time put back: see `_to_compare`
     raise SourceError(
-        f"{touched[0]} was written again after {state.out} was begun, and a sample cannot prove that all of"
+        f"{rewritten[0]} was written again after {state.out} was begun, and a sample cannot prove that all of"
         " it is the same; use --overwrite to start again"
     )
+
+
+def _touched(begun: JobRecord, asked: JobRecord) -> list[str]:
+    return [name for name, stamp in asked.stamps.items() if begun.stamps.get(name) != stamp]
+
+
+def _to_compare(state: OutState, request: Request) -> tuple[str, ...]:
+    """Source files that were touched since, of which recorded units may have been made."""
+    if state.job is None or not state.any_record or state.keeps_digests:
+        return ()
+    return tuple(_touched(state.job, request.job))
 
 
 def _compare_finished(out: Path, manifest: Manifest, request: Request) -> None:

@@ -21,6 +21,7 @@ from marlin_convert.pipeline.executor import Executor, Job
 from marlin_convert.pipeline.expert_job import expert_jobs
 from marlin_convert.pipeline.finish import finish_output
 from marlin_convert.pipeline.kernel_check import Check, kernel_check
+from marlin_convert.pipeline.recheck import compare_recorded
 from marlin_convert.pipeline.repair import reopen
 from marlin_convert.pipeline.resume import CHECKS, Action, Decision, Request, decide, observe
 from marlin_convert.pipeline.space import refuse_full_disk
@@ -91,10 +92,12 @@ def convert(
         raise UsageError(f"--verify {verify}: choose one of {', '.join(CHECKS)}")
     opened = open_source(source, hub)
     plan = plan_output(opened, Options.of(tp, ep, layers, ranks, layout))
+    # before anything more is read: what is put in a file's place later is seen
+    files = () if opened.folder is None else [header.file for header in opened.headers]
+    before = stamps(opened, files)
     target = Target(opened, identify(opened), plan, Path(out))
     budget = choose_budget(target, threads, memory)
-    files = () if opened.folder is None else [header.file for header in opened.headers]
-    request = Request(target, stamps(opened, files), verify, overwrite)
+    request = Request(target, before, verify, overwrite)
     return Conversion(target, request, budget, direct_io, progress).run(fetch_progress, confirm)
 
 
@@ -141,6 +144,12 @@ class Conversion:
         """What may be done with OUT as it is now."""
         return decide(observe(self.target.out, thorough=self.request.overwrite), self.request)
 
+    def _recorded(self) -> dict[str, FinishedUnit]:
+        """The records of units that are made and whole."""
+        plan = self.target.plan
+        found = {unit.name: self.work.finished(plan, unit) for unit in plan.units}
+        return {name: record for name, record in found.items() if record is not None}
+
     def _prepare(self, decision: Decision) -> list[OutputUnit]:
         """Bring OUT into the state in which units can be made; returns those that are left."""
         target, out = self.target, self.target.out
@@ -150,14 +159,14 @@ class Conversion:
             with machine_errors(f"clearing {out}"):
                 clear_output(out, target.source.auxiliary)
         with machine_errors(f"beginning in {out}"):
+            if decision.recheck:
+                compare_recorded(target.source, self._recorded().values(), decision.recheck)
             if decision.job is not None:
                 self.work.begin(decision.job)
             if decision.action is Action.REPAIR:
                 reopen(target, self.work)
             remove_partials(out)
-            for unit in target.plan.units:
-                if (record := self.work.finished(target.plan, unit)) is not None:
-                    self.records[unit.name] = record
+            self.records = self._recorded()
         return [unit for unit in target.plan.units if unit.name not in self.records]
 
     def _make(
@@ -181,7 +190,7 @@ class Conversion:
             if stamps(source, self.request.stamps) != self.request.stamps:
                 raise SourceError(
                     f"a weight file was changed while {done.unit.name} was being converted; fetch it again,"
-                    " then use --overwrite"
+                    " then use --overwrite, or run the same command again where only its attributes changed"
                 )
             fetcher.check(done.unit.name)
             if kernel is not None:

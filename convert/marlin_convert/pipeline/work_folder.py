@@ -88,7 +88,7 @@ class WorkFolder:
         path = self.folder / "job.json"
         if not path.exists():
             return None
-        complaint = f"{path} is damaged; start again with --overwrite"
+        complaint = f"{path} is damaged, or of an earlier release; start again with --overwrite"
         try:
             return read(read_small(path, MAX_DOCUMENT), JobRecord, complaint)
         except OSError as error:
