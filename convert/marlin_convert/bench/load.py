@@ -4,7 +4,6 @@ the machine, in one run.
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +30,7 @@ from marlin_convert.documents.bench import LoadBench, LoadRow
 from marlin_convert.engines.torch_loader import DIRECT_THREADS, load_rank
 from marlin_convert.errors import MachineError
 from marlin_convert.kernels.providers import load as load_provider
+from marlin_convert.limits import usable_cores
 from marlin_convert.shards.reader import open_shards
 from marlin_convert.slicing import Topology
 
@@ -88,7 +88,7 @@ def bench_load(
     """
     if not torch.cuda.is_available():
         raise MachineError("no CUDA GPU: loading cannot be measured here")
-    readers = threads or min(os.cpu_count() or 1, 16)
+    readers = threads or min(usable_cores(), 16)
     shards = open_shards(out, rank)
     files = [out / shard.path for shard in shards.shards()]
     size = sum(path.stat().st_size for path in files)

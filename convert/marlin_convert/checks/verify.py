@@ -26,6 +26,7 @@ from marlin_convert.checks.structural import (
 from marlin_convert.documents.manifest import Manifest, Unit, read_manifest
 from marlin_convert.errors import OutputError, UsageError
 from marlin_convert.layout import get_layout, known_layouts
+from marlin_convert.limits import usable_cores
 from marlin_convert.progress import Progress
 from marlin_convert.shards.kept_source import KeptSource, read_kept_source, sound_bytes
 from marlin_convert.storage.files import digest, machine_errors
@@ -77,7 +78,7 @@ def verify(
             )
         published = Published(kept, opened, sound, report)
         tasks = list(_Data(folder, manifest, kept, published).tasks(good & right, report))
-        with Workers(threads or os.cpu_count() or 1) as workers:
+        with Workers(threads or usable_cores()) as workers:
             for done, _ in enumerate(workers.map(lambda task: task(), tasks), 1):
                 if progress is not None:
                     progress(done, len(tasks))

@@ -25,11 +25,15 @@ LISTED = 10
 @click.argument("source")
 @click.argument("out")
 @parallel_options
-@click.option("--threads", type=click.IntRange(1), help="Worker threads [default: cores + 1].")
+@click.option(
+    "--threads",
+    type=click.IntRange(1),
+    help="Worker threads [default: usable cores + 1, within the limits of the process].",
+)
 @click.option(
     "--memory",
     type=Size(),
-    help="Memory for buffers, such as 2GiB [default: 1.5 GiB, or 128 MiB a thread where that is more].",
+    help="Memory for buffers, such as 2GiB [default: 1.5 GiB, or 128 MiB a thread, within the limits].",
 )
 @click.option(
     "--verify",

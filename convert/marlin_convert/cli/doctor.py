@@ -43,12 +43,13 @@ def command(ctx: click.Context, path: str, kernel: bool, as_json: bool) -> None:
 def _show(found: Examination) -> None:
     machine, place, cache = found.machine, found.place, found.numba_cache
     limit = f", limited to {gigabytes(machine.memory_limit_bytes)}" if machine.memory_limit_bytes else ""
+    usable = f", {_size(machine.usable_bytes)} usable by {machine.usable_by}" if machine.usable_by else ""
     missing = "" if place.exists else f", since {place.path} is not there yet"
     lines = {
         "cpu": (
             f"{machine.cpu} ({machine.architecture}), {machine.usable_cores} of {machine.cores} cores usable"
         ),
-        "memory": f"{_size(machine.memory_bytes)}, {_size(machine.available_bytes)} available{limit}",
+        "memory": f"{_size(machine.memory_bytes)}, {_size(machine.available_bytes)} available{limit}{usable}",
         "system": f"{machine.system}, {machine.python}",
         "open files": f"{_limit(machine.open_files)} (at most {_limit(machine.open_files_hard)})",
         "packages": ", ".join(f"{name} {version}" for name, version in found.packages.items() if version),

@@ -123,3 +123,8 @@ def _show_totals(report: PlanReport) -> None:
         f"output: {made.total_bytes:,} bytes ({gigabytes(made.total_bytes)}) in"
         f" {sum(len(u.ranks) for u in made.units)} shard files{free}"
     )
+    threads, memory = report.allowance.threads, report.allowance.memory
+    output.result(
+        f"convert would use {threads.value} threads (by {threads.by}) and {gigabytes(memory.value)} for"
+        f" buffers (by {memory.by})"
+    )

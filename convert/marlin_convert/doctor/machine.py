@@ -9,20 +9,25 @@ import resource
 from pathlib import Path
 
 from marlin_convert.documents.doctor import Machine
+from marlin_convert.limits import read_limits, text_of
 
 
 def find_machine() -> Machine:
     """This one."""
     memory, available = _memory()
+    limits = read_limits()
     soft, hard = open_files()
     return Machine(
         cpu=_cpu(),
         architecture=platform.machine(),
         cores=os.cpu_count(),
-        usable_cores=len(os.sched_getaffinity(0)),
+        usable_cores=limits.cores.value,
         memory_bytes=memory,
         available_bytes=available,
-        memory_limit_bytes=_memory_limit(),
+        memory_limit_bytes=limits.group_memory,
+        usable_bytes=None if limits.memory is None else limits.memory.value,
+        usable_by=None if limits.memory is None else limits.memory.by,
+        threads_left=None if limits.threads is None else limits.threads.value,
         open_files=soft,
         open_files_hard=hard,
         system=f"{platform.system()} {platform.release()}",
@@ -39,31 +44,15 @@ def open_files() -> tuple[int | None, int | None]:
     return soft, hard
 
 
-def text_of(path: str) -> str:
-    """A file of /proc or /sys; empty where it cannot be read."""
-    try:
-        return Path(path).read_text(errors="replace")
-    except OSError:
-        return ""
-
-
 def _cpu() -> str:
     for key in ("model name", "Hardware", "CPU part"):
-        if match := re.search(rf"^{key}\s*:\s*(.+)$", text_of("/proc/cpuinfo"), re.MULTILINE):
+        if match := re.search(rf"^{key}\s*:\s*(.+)$", text_of(Path("/proc/cpuinfo")), re.MULTILINE):
             return match[1].strip()
     return platform.processor() or platform.machine()
 
 
 def _memory() -> tuple[int | None, int | None]:
     """All and available, in bytes."""
-    found = re.findall(r"^(\w+):\s+(\d+) kB$", text_of("/proc/meminfo"), re.MULTILINE)
+    found = re.findall(r"^(\w+):\s+(\d+) kB$", text_of(Path("/proc/meminfo")), re.MULTILINE)
     values = {name: int(size) * 1024 for name, size in found}
     return values.get("MemTotal"), values.get("MemAvailable")
-
-
-def _memory_limit() -> int | None:
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        text = text_of(name).strip()
-        if text.isdigit() and int(text) < 1 << 60:
-            return int(text)
-    return None

@@ -7,8 +7,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from marlin_convert.doctor.machine import text_of
 from marlin_convert.documents.doctor import Place
+from marlin_convert.limits import text_of
 from marlin_convert.storage.buffers import aligned_buffer
 from marlin_convert.storage.files import PAGE, existing, open_direct, write_all
 
@@ -45,7 +45,7 @@ def _free(folder: Path) -> int | None:
 def _file_system(folder: Path) -> str | None:
     """Its type, by the longest mount point above the folder."""
     real, best = str(folder.resolve()), ("", "")
-    for line in text_of("/proc/mounts").splitlines():
+    for line in text_of(Path("/proc/mounts")).splitlines():
         fields = line.split()
         if len(fields) > 2:
             point = fields[1].replace("\\040", " ")

@@ -23,6 +23,11 @@ class Machine(Struct, frozen=True):
     memory_bytes: Annotated[OptionalCount, about("memory")]
     available_bytes: Annotated[OptionalCount, about("of it, available now")]
     memory_limit_bytes: Annotated[OptionalCount, about("a container's limit, null where there is none")]
+    usable_bytes: Annotated[OptionalCount, about("memory that this process may still use")]
+    usable_by: Annotated[
+        str | None, about("what limits it: available memory, a control group's file or ulimit")
+    ]
+    threads_left: Annotated[OptionalCount, about("threads that it may still start; null: any number")]
     open_files: Annotated[OptionalCount, about("files that may be open at once; null: any number")]
     open_files_hard: Annotated[OptionalCount, about("how far that may be raised; null: without limit")]
     system: Annotated[str, about("kernel and its version")]

@@ -46,6 +46,15 @@ class PlanBytes(Struct, frozen=True, omit_defaults=True):
     staged: Annotated[Count | None, about("of them, most at a time with --free-source")] = None
 
 
+class PlanResources(Struct, frozen=True):
+    """What convert would take of this machine unless it is told, and which limit decided that."""
+
+    threads: Annotated[OneOrMore, about("worker threads")]
+    threads_by: Annotated[Text, about("what decided them: cores, a control group's file or ulimit")]
+    memory: Annotated[Count, about("bytes for buffers")]
+    memory_by: Annotated[Text, about("what decided them: threads, available memory, a file or ulimit")]
+
+
 class PlanTensor(Struct, frozen=True):
     """A tensor of each of a unit's files."""
 
@@ -87,6 +96,7 @@ class Plan(Struct, frozen=True):
     complete: Annotated[bool, about("whether that is all there is")]
     padding: Annotated[Padding | None, about("zeros at the end of each expert's slice, or null")]
     bytes: Annotated[PlanBytes, about("sizes")]
+    resources: Annotated[PlanResources, about("what convert would take of this machine")]
     units: Annotated[tuple[PlanUnit, ...], Meta(min_length=1), about("what each unit's files hold")]
     copied: Annotated[tuple[Text, ...], about("small files that are copied")]
     left_out: Annotated[tuple[Text, ...], about("what is not")]

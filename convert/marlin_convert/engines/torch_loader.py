@@ -21,6 +21,7 @@ import numpy as np
 from marlin_convert.documents.manifest import FusedTensor, Shard, StoredTensor
 from marlin_convert.errors import MachineError, UsageError
 from marlin_convert.extras import require
+from marlin_convert.limits import usable_cores
 from marlin_convert.shards.reader import Shards, open_shards
 from marlin_convert.storage.files import PAGE
 from marlin_convert.storage.page_cache import can_tell, resident_pages
@@ -114,7 +115,7 @@ def load_shards(
     if path == "auto":
         path = "ring" if in_page_cache(shards, chosen) else "direct"
     best = {"ring": THREADS, "direct": DIRECT_THREADS, "mapped": 1}[path]
-    loaded = LoadedRank({}, path, 1 if path == "mapped" else threads or min(os.cpu_count() or 1, best))
+    loaded = LoadedRank({}, path, 1 if path == "mapped" else threads or min(usable_cores(), best))
     try:
         with torch.cuda.device(device):
             targets = {

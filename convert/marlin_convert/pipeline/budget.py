@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
-from marlin_convert.errors import UsageError
+from marlin_convert.errors import MachineError, UsageError
+from marlin_convert.limits import allow, read_limits
 from marlin_convert.pipeline.expert_job import expert_jobs
 from marlin_convert.pipeline.target import Target
 from marlin_convert.pipeline.tensor_job import tensor_jobs
@@ -15,8 +15,6 @@ from marlin_convert.pipeline.unit_work import UnitWork
 #: layer has so few jobs that all threads read together and then write together, and 96 experts took a quarter
 #: longer
 BATCH = 2
-DEFAULT_MEMORY = 1536 << 20
-MEMORY_PER_THREAD = 128 << 20
 
 
 @dataclass(frozen=True)
@@ -29,15 +27,21 @@ class Budget:
 
 
 def choose_budget(target: Target, threads: int | None, memory: int | None) -> Budget:
-    """The largest batch for which every thread has room. Raises UsageError where not even one job fits,
-    naming the least that works.
+    """Threads and memory below the limits of this process, unless they are given, and the largest batch for
+    which every thread has room. Raises UsageError where not even one job fits into the memory given, naming
+    the least that works, and MachineError where that is more than there is.
     """
-    # one thread more than cores: some of them wait for the disk
-    threads = threads or (os.cpu_count() or 1) + 1
+    limits, least = read_limits(), _need(target, 1)
+    allowed = allow(limits, threads, len(target.plan.ranks))
+    threads = allowed.threads.value
     if memory is None:
-        memory = max(DEFAULT_MEMORY, threads * MEMORY_PER_THREAD)
-        memory = min(memory, max(_physical_memory() // 2, 256 << 20))
-    least = _need(target, 1)
+        memory = max(allowed.memory.value, least)
+        if limits.memory is not None and limits.memory.value < least:
+            raise MachineError(
+                f"the largest single step needs {-(-least >> 20)} MiB of memory and {limits.memory.by} leaves"
+                f" {limits.memory.value >> 20} MiB; raise that limit, or try all the same with --memory"
+                f" {-(-least >> 20)}MiB"
+            )
     if memory < least:
         raise UsageError(
             f"--memory {memory} is too little: the smallest that works is {-(-least >> 20)}MiB, for the"
@@ -61,7 +65,3 @@ def _need(target: Target, batch: int) -> int:
             need = max(need, *(job.need + len(job.tensors) * 8192 for job in expert_jobs(work, batch)))
             experts_seen = True
     return need
-
-
-def _physical_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

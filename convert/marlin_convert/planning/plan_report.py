@@ -12,7 +12,16 @@ from marlin_convert.checkpoint.fetcher import fetch_order, most_at_once
 from marlin_convert.checkpoint.hub_files import HubOptions
 from marlin_convert.checkpoint.source import Source, open_source
 from marlin_convert.documents.manifest import Padding
-from marlin_convert.documents.plan import Plan, PlanBytes, PlanSource, PlanTensor, PlanUnit, PlanView
+from marlin_convert.documents.plan import (
+    Plan,
+    PlanBytes,
+    PlanResources,
+    PlanSource,
+    PlanTensor,
+    PlanUnit,
+    PlanView,
+)
+from marlin_convert.limits import Allowance, allow, read_limits
 from marlin_convert.planning.needs import needs
 from marlin_convert.planning.output_plan import Options, OutputPlan, OutputUnit, plan_output
 from marlin_convert.storage.files import existing
@@ -29,6 +38,7 @@ class PlanReport:
     output: OutputPlan
     free: int | None
     notes: tuple[str, ...]
+    allowance: Allowance
 
     def document(self) -> Plan:
         """For `--json`."""
@@ -55,6 +65,12 @@ class PlanReport:
             complete=plan.complete,
             padding=None if padded == plan.shape.local else Padding(plan.shape.local, padded),
             bytes=PlanBytes(plan.total_bytes, plan.rank_bytes(), self.free, fetched, staged),
+            resources=PlanResources(
+                self.allowance.threads.value,
+                self.allowance.threads.by,
+                self.allowance.memory.value,
+                self.allowance.memory.by,
+            ),
             units=tuple(self._unit(unit) for unit in plan.units),
             copied=tuple(source.auxiliary),
             left_out=tuple(source.left_out),
@@ -122,7 +138,9 @@ def plan(
     """
     opened = open_source(source, hub)
     output = plan_output(opened, Options.of(tp, ep, layers, ranks, layout))
-    return PlanReport(opened, output, None if out is None else free_space(Path(out)), tuple(_notes(opened)))
+    free = None if out is None else free_space(Path(out))
+    allowance = allow(read_limits(), ranks=len(output.ranks))
+    return PlanReport(opened, output, free, tuple(_notes(opened)), allowance)
 
 
 def free_space(place: Path) -> int:
