@@ -12,7 +12,7 @@ import pytest
 import trees
 from checkpoints import Checkpoint
 from marlin_convert import convert, open_shards, verify
-from marlin_convert.checkpoint.store import RECORD, read_record
+from marlin_convert.checkpoint.store import RECORD, download_record
 from marlin_convert.documents.codec import write
 from marlin_convert.documents.manifest import read_manifest
 from marlin_convert.documents.records import DownloadRecord
@@ -126,12 +126,12 @@ def test_in_what_download_leaves(tmp_path: Path) -> None:
     record = json.loads(write(DownloadRecord("org/name", "c0ffee", {"file": (3, None)})))
     record["unheard_of"] = 1
     (tmp_path / RECORD).write_text(json.dumps(record))
-    found = read_record(tmp_path)
+    found = download_record(tmp_path)
     assert found is not None
     assert (found.repo, found.revision, found.files) == ("org/name", "c0ffee", {"file": (3, None)})
     (tmp_path / "file").write_bytes(b"abcd")
-    assert read_record(tmp_path) is None
+    assert download_record(tmp_path) is None
     (tmp_path / RECORD).write_text(
         '{"repo": "org/name", "repo": "org/other", "revision": "c0ffee", "files": {}}'
     )
-    assert read_record(tmp_path) is None
+    assert download_record(tmp_path) is None

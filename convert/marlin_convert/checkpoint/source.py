@@ -21,7 +21,7 @@ from marlin_convert.checkpoint.index import (
     weight_files,
     weight_names,
 )
-from marlin_convert.checkpoint.store import RECORD, FolderStore, Store, folder_of_commit, read_record
+from marlin_convert.checkpoint.store import RECORD, FolderStore, Store, download_record, folder_of_commit
 from marlin_convert.errors import ConvertError, SourceError, UsageError
 from marlin_convert.models.family import ModelConfig, parse_config
 from marlin_convert.threads import Workers
@@ -153,7 +153,7 @@ def _store(source: str, hub: HubOptions | None) -> tuple[Store, tuple[str, ...]]
             " say so"
         )
         notes = (note,) if is_repository(source) else ()
-        if (record := read_record(folder)) is None:
+        if (record := download_record(folder)) is None:
             return FolderStore(folder), notes
         published = {name: sha256 for name, (_, sha256) in record.files.items()}
         store, more = folder_of_commit(folder, (record.repo, record.revision), published)

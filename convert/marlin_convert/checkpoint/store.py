@@ -152,7 +152,7 @@ def folder_of_commit(
     return store, (note,)
 
 
-def read_record(folder: Path) -> DownloadRecord | None:
+def download_record(folder: Path) -> DownloadRecord | None:
     """What `download` wrote in a folder, if all its files still have the sizes it recorded."""
     try:
         record = read(read_small(folder / RECORD, MAX_SMALL), DownloadRecord, f"{folder / RECORD} is damaged")

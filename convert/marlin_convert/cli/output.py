@@ -16,12 +16,12 @@ from marlin_convert.progress import Progress
 
 def result(text: str) -> None:
     """A line of the result. Raises MachineError where it cannot be written."""
-    streams.result(text)
+    streams.print_line(text)
 
 
 def document(value: Struct) -> None:
     """A result as JSON. Raises MachineError where it cannot be written."""
-    streams.result(write(value, indent=1).decode())
+    streams.print_line(write(value, indent=1).decode())
 
 
 def message(text: str) -> None:
@@ -39,7 +39,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
             cell.rjust(width) if to_right else cell.ljust(width)
             for cell, width, to_right in zip(row, widths, right, strict=True)
         )
-        streams.result(line.rstrip())
+        streams.print_line(line.rstrip())
 
 
 @contextmanager

@@ -32,7 +32,7 @@ def say(text: str) -> None:
         _forget(sys.stderr)
 
 
-def result(text: str) -> None:
+def print_line(text: str) -> None:
     """A line on stdout. Raises MachineError where it cannot be written; BrokenPipeError where nobody reads
     any more.
     """
