@@ -2,6 +2,7 @@
 # make lint        style, format, types
 # make test-fast   the tests that take less than two minutes together
 # make test        all that need no GPU
+# make campaign    breaks a run at every single call; half an hour
 # make mutants     plants mistakes that the tests must notice; writes tests/mutants/RESULTS.md; run by hand
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,7 +11,7 @@ DEMO ?= demo
 # some tests wait for servers, so one process more than cores is worth it
 PARALLEL ?= -n $(shell expr $$(nproc) + 1) --dist worksteal
 
-.PHONY: demo lint test test-fast mutants schemas wheel clean
+.PHONY: demo lint test test-fast campaign mutants schemas wheel clean
 
 $(BIN)/marlin-convert: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -43,10 +44,13 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 
 test-fast: $(VENV)/.test
-	$(BIN)/python -m pytest -m "not gpu and not slow" $(PARALLEL)
+	$(BIN)/python -m pytest -m "not gpu and not slow and not campaign" $(PARALLEL)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -m "not gpu" $(PARALLEL)
+	$(BIN)/python -m pytest -m "not gpu and not campaign" $(PARALLEL)
+
+campaign: $(VENV)/.test
+	$(BIN)/python -m pytest -m campaign $(PARALLEL)
 
 mutants: $(VENV)/.test
 	$(BIN)/python tests/mutants/run.py

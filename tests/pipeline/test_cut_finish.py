@@ -57,8 +57,8 @@ def assert_documents_are_whole(out: Path, undisturbed: dict[str, bytes]) -> None
     ("action", "step"),
     [
         ("SIGKILL", 7),
-        pytest.param("SIGKILL", 1, marks=pytest.mark.slow),
-        pytest.param("ENOSPC", 1, marks=pytest.mark.slow),
+        pytest.param("SIGKILL", 1, marks=pytest.mark.campaign),
+        pytest.param("ENOSPC", 1, marks=pytest.mark.campaign),
     ],
 )
 def test_finish_cut_at_each_call(
@@ -86,7 +86,7 @@ def test_finish_cut_at_each_call(
         assert trees.tree(out) == undisturbed, (call, number)
 
 
-@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.campaign)])
 def test_overwriting_cut_at_each_call(
     forks: Forks, tiny: Checkpoint, tiny_tp2: Path, tmp_path: Path, step: int
 ) -> None:

@@ -35,14 +35,20 @@ REMOVING = "removing.json"
 NO_LOCKS = UNSUPPORTED | {errno.ENOLCK, errno.EBADF, errno.EISDIR}
 #: begins every document by which a folder is known to be ours
 MARK = b'"marlin-convert"'
+#: what opening a file of ours says where there is none: nothing, a link, or something in its place or above it
+NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)
 
 
 def is_marked(path: Path) -> bool:
-    """Whether a file is one of the documents by which a folder is known to be ours; never through a link."""
+    """Whether a file is one of the documents by which a folder is known to be ours; never through a link.
+    Raises MachineError where that cannot be seen.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return False
+    except OSError as error:
+        if error.errno in NOT_THERE:
+            return False
+        raise machine_error(f"reading {path}", error) from error
     with os.fdopen(descriptor, "rb") as file:
         return stat.S_ISREG(os.fstat(descriptor).st_mode) and MARK in file.read(64)
 
@@ -95,10 +101,12 @@ class WorkFolder:
             raise OutputError(f"{complaint} ({error.strerror})") from error
 
     def begin(self, job: JobRecord) -> None:
-        """Record what is being done. The job is there before anything else is, as the mark of the folder."""
+        """Record what is being done. The job is there before any file is, as the mark of the folder, and
+        after the folders, so that where it is, they are.
+        """
         make_folder(self.folder)
-        write_atomic(self.folder / "job.json", write(job, indent=1))
         make_folder(self.folder / "units")
+        write_atomic(self.folder / "job.json", write(job, indent=1))
         sync_folder(self.out)
 
     def mark_removal(self) -> None:
