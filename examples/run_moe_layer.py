@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from marlin_convert import load_rank, open_shards
+from marlin_convert import ConvertError, load_rank, open_shards
 from marlin_convert.kernels.fused_moe import Experts, Routing, contiguous_expert_map, fused_moe, route
 from marlin_convert.kernels.gemm_call import Matrix
 from marlin_convert.kernels.providers import load
@@ -111,4 +111,7 @@ def main(out: str, layer: int, rank: int, tokens: int, device: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ConvertError as error:
+        raise SystemExit(f"error: {error}") from None

@@ -35,7 +35,7 @@ def test_every_public_name_can_be_had_and_is_seen() -> None:
     for name in NAMES:
         assert inspect.getdoc(getattr(marlin_convert, name)), name
     assert marlin_convert.OutputError is errors.OutputError
-    assert marlin_convert.__version__ == "0.1.0"
+    assert marlin_convert.__version__ == "0.2.0.dev0"
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         marlin_convert.nonsense  # noqa: B018
 

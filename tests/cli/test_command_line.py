@@ -95,7 +95,7 @@ def test_group_help_names_verbs_and_exit_codes(command: Command) -> None:
 
 
 def test_version(command: Command) -> None:
-    assert command("--version")[:2] == (0, "marlin-convert, version 0.1.0\n")
+    assert command("--version")[:2] == (0, "marlin-convert, version 0.2.0.dev0\n")
 
 
 @pytest.mark.parametrize(
@@ -375,6 +375,18 @@ def test_nowhere_to_write_the_output_to(tiny: Checkpoint, tmp_path: Path) -> Non
     assert done.returncode == 4
     assert "No space left on device" in done.stderr
     assert "internal error" not in done.stderr
+
+
+def test_a_file_of_the_users_is_to_be_moved_not_removed(
+    tiny_tp2: Path, command: Command, tmp_path: Path
+) -> None:
+    out = shutil.copytree(tiny_tp2, tmp_path / "out")
+    (out / "notes.txt").write_text("mine")
+    code, _, stderr = command("verify", out)
+    assert code == 1
+    assert stderr.endswith("to mend it: move away what is not in the manifest\n")
+    (out / "rank-00-of-02" / "layer-001.safetensors").unlink()
+    assert "remove the other files named above" in command("verify", out)[2]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 import trees
 from checkpoints import Checkpoint, make_small
 from marlin_convert import convert, verify
-from marlin_convert.errors import UsageError
+from marlin_convert.errors import MachineError, UsageError
 
 COMMAND = [sys.executable, "-m", "marlin_convert"]
 
@@ -69,6 +69,24 @@ def test_a_source_of_links_into_out(source: Checkpoint, out: Path, tmp_path: Pat
     with pytest.raises(UsageError, match="lies in"):
         convert(str(links), tmp_path / "out-by-a-link", tp=2, overwrite=True)
     assert everything(out) == before
+
+
+def test_out_within_another_conversion(source: Checkpoint, out: Path) -> None:
+    before = everything(out)
+    with pytest.raises(UsageError, match="lies in the conversion"):
+        convert(source.folder, out / "rank-00-of-02" / "new", tp=2, overwrite=True)
+    assert everything(out) == before
+
+
+def test_a_disk_that_is_too_small_leaves_no_mark(
+    source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing was begun, so other options may be asked for."""
+    used = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr("marlin_convert.pipeline.space.shutil.disk_usage", lambda place: used)
+    with pytest.raises(MachineError, match="are still to be written but only"):
+        convert(source.folder, tmp_path / "out", tp=2)
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 # Folders of somebody else's.

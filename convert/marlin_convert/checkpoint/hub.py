@@ -191,8 +191,8 @@ def open_repository(repo: str, options: HubOptions) -> tuple[HubStore | FolderSt
         config = try_to_load_from_cache(repo, "config.json", cache_dir=options.cache_dir, revision=revision)
     if not isinstance(config, str):
         raise MachineError(
-            f"HF_HUB_OFFLINE is set and the cache has no {repo} at {revision}; fetch it before:"
-            f" marlin-convert download {repo}"
+            f"HF_HUB_OFFLINE is set and the cache has no {repo} at {revision}; fetch it before,"
+            f" without that: marlin-convert download {repo}"
         )
     snapshot = Path(config).parent
     # a snapshot's files are links to blobs, which have the names of their digests

@@ -45,10 +45,7 @@ MEANINGS: tuple[tuple[str, type[ConvertError], str], ...] = (
     (
         "OfflineModeIsEnabled",
         MachineError,
-        (
-            "{what}: HF_HUB_OFFLINE is set; unset it, or fetch everything before with `marlin-convert"
-            " download {repo}`"
-        ),
+        "{what}: HF_HUB_OFFLINE is set, so nothing can be fetched; unset it",
     ),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -95,13 +96,14 @@ class Source:
         return f"{self.prefix}model.layers.{layer}."
 
 
-def open_source(source: str, hub: HubOptions | None = None) -> Source:
+def open_source(source: str | os.PathLike[str], hub: HubOptions | None = None) -> Source:
     """Open a checkpoint: a folder, else a repository `org/name` of the hub. Headers only; no tensor data is
     read.
 
     Raises SourceError where it is damaged, incomplete or of another kind, UsageError where it is neither,
     MachineError where the network fails.
     """
+    source = os.fspath(source)
     try:
         store, notes = _store(source, hub)
         names = store.names()

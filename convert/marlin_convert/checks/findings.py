@@ -11,6 +11,9 @@ from marlin_convert.documents.checks import ReportedFinding, VerifyReport
 #: what a finding says where the output is what it was made to be and the source is not
 SOURCE_DAMAGED = "of the source may be damaged; fetch it again first"
 
+#: what it says of a file that no conversion wrote
+STRAY = "is not in the manifest"
+
 
 @dataclass(frozen=True, order=True)
 class Finding:

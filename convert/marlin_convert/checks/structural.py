@@ -12,7 +12,7 @@ import xxhash
 
 from marlin_convert.checkpoint.index import INDEX_NAME
 from marlin_convert.checkpoint.source import Source
-from marlin_convert.checks.findings import Finding, Verification
+from marlin_convert.checks.findings import STRAY, Finding, Verification
 from marlin_convert.checks.origins import expected_origin
 from marlin_convert.documents.codec import parse_json, read, seal_holds, typed
 from marlin_convert.documents.engine_files import (
@@ -58,7 +58,7 @@ def check_listed_files(out: Path, manifest: Manifest, report: Verification) -> N
             if (
                 path not in known and path != ".gitattributes" and not path.startswith(".cache/huggingface/")
             ):  # which the hub's tools leave
-                report.add(Finding(path, "is not in the manifest; move it away"))
+                report.add(Finding(path, f"{STRAY}; move it away"))
     provenance = out / "provenance.json"
     if provenance.exists():
         try:

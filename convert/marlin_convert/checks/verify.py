@@ -39,7 +39,7 @@ REMAKE = "to mend it make it again: convert with --overwrite"
 
 def verify(
     out: str | os.PathLike[str],
-    source: str | None = None,
+    source: str | os.PathLike[str] | None = None,
     *,
     threads: int | None = None,
     progress: Progress | None = None,
@@ -62,7 +62,7 @@ def verify(
         check_documents(manifest, kept, folder, report)
         right = check_manifest(manifest, kept, report)
         check_coverage(manifest, kept, report)
-        opened = None if source is None else open_same(source, manifest)
+        opened = None if source is None else open_same(os.fspath(source), manifest)
         if opened is not None:
             check_small_files(folder, opened, report)
         good = {

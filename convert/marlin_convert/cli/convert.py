@@ -131,7 +131,10 @@ def command(
 def _show(report: Converted, out: str, verify: str, seconds: float) -> None:
     """What was made, in words."""
     if report.made == 0:
-        output.result(f"{out} is finished already: {report.found} units, {gigabytes(report.output_bytes)}")
+        output.result(
+            f"{out} is finished already: {report.found} units, {gigabytes(report.output_bytes)};"
+            f" what is in the files was not looked at: marlin-convert verify {out}"
+        )
         return
     found = (
         f" ({report.found} of {report.made + report.found} were there and were not read again)"

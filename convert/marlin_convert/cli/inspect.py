@@ -48,7 +48,7 @@ def _print(found: dict[str, Any]) -> None:
         if isinstance(value, list) and value and isinstance(value[0], dict):
             output.result(f"{key}:")
             output.table(
-                ["  " + str(k) for k in value[0]],
+                ["  " + str(k) if i == 0 else str(k) for i, k in enumerate(value[0])],
                 [["  " + str(v) if i == 0 else v for i, v in enumerate(row.values())] for row in value],
             )
         elif isinstance(value, dict):

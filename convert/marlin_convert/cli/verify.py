@@ -126,7 +126,7 @@ def _exact(out: str, source: str | None, threads: int | None, folder: Path | Non
 
 def _mend(findings: Sequence[Finding]) -> str:
     """What to do first."""
-    from marlin_convert.checks.findings import SOURCE_DAMAGED
+    from marlin_convert.checks.findings import SOURCE_DAMAGED, STRAY
 
     if any("(Permission denied)" in finding.what for finding in findings):
         return "see that the files named above can be read, then verify again"
@@ -137,7 +137,12 @@ def _mend(findings: Sequence[Finding]) -> str:
             "run the same convert command again with --overwrite: what the folder keeps to prove itself is"
             " damaged"
         )
-    return "remove the files named above and run the same convert command again; it remakes what is missing"
+    stray = [finding for finding in findings if STRAY in finding.what]
+    move = "move away what is not in the manifest" if stray else ""
+    if len(stray) == len(findings):
+        return move
+    again = "files named above and run the same convert command again; it remakes what is missing"
+    return f"{move}, remove the other {again}" if stray else f"remove the {again}"
 
 
 def _summary(found: Verification, source: str | None) -> str:

@@ -78,7 +78,9 @@ def load_rank(
     path: str = "auto",
     threads: int | None = None,
 ) -> LoadedRank:
-    """Open a rank and bring it to a device; see `load_shards`."""
+    """Open a rank of a converted folder and bring it to a device; options, result and errors as `load_shards`
+    has them.
+    """
     return load_shards(open_shards(out, rank), device=device, units=units, path=path, threads=threads)
 
 

@@ -204,8 +204,13 @@ def _is_there(path: Path, size: int) -> bool:
 
 
 def _refuse_source(out: Path, source: Source) -> None:
-    """Neither may lie in the other: what is written could be read, what is removed could be the source."""
+    """Neither may lie in the other: what is written could be read, what is removed could be the source. Nor
+    may OUT lie in another conversion, which would no longer be whole.
+    """
     here = out.resolve()
+    for above in here.parents:
+        if is_marked(above / "manifest.json") or is_marked(above / WORK / "job.json"):
+            raise UsageError(f"{out} lies in the conversion {above}; choose another place for the output")
     if source.folder is not None:
         there = source.folder.resolve()
         if here == there or there in here.parents:

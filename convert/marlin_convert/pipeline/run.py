@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from threading import Lock, Thread
 
+from marlin_convert.checkpoint.fetcher import Fetcher
 from marlin_convert.checkpoint.hub_files import HubOptions
 from marlin_convert.checkpoint.identify import identify, stamps
 from marlin_convert.checkpoint.source import Source, open_source
@@ -57,7 +58,7 @@ class Converted:
 
 
 def convert(
-    source: str,
+    source: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
     tp: int,
@@ -82,8 +83,8 @@ def convert(
     (each buffer is inverted and compared with the source before it is written), "kernel" (and each written
     layer goes through the kernel on a GPU) or "none". `progress(done, total)` gets source bytes and may be
     called from any thread; `fetch_progress` the same for what comes from the hub. `hub` says how a repository
-    is read and kept. `overwrite` keeps what the same conversion has made and removes any other one, after
-    `confirm(files)` said so.
+    is read and kept. `overwrite` keeps what the same conversion has made and removes any other one, where
+    `confirm(files)` agrees or is not given: then nobody is asked.
 
     Raises UsageError for options that conflict with each other or with what OUT holds; SourceError for a
     source that is not what it should be; MachineError where disk or machine failed.
@@ -153,6 +154,8 @@ class Conversion:
     def _prepare(self, decision: Decision) -> list[OutputUnit]:
         """Bring OUT into the state in which units can be made; returns those that are left."""
         target, out = self.target, self.target.out
+        if decision.action is Action.NEW:
+            refuse_full_disk(out, target.plan.units, self._fetcher(target.plan.units, None))
         with suppress(RuntimeError):  # a thread too many: it is imported when it is needed
             Thread(target=_load_compiled).start()
         if decision.action is Action.REPLACE:
@@ -169,13 +172,17 @@ class Conversion:
             self.records = self._recorded()
         return [unit for unit in target.plan.units if unit.name not in self.records]
 
+    def _fetcher(self, units: Sequence[OutputUnit], progress: Progress | None) -> Fetcher:
+        """What brings the files that units need."""
+        source, staging = self.target.source, (self.target.out / WORK / "staging").resolve()
+        return source.store.fetcher(needs(source, self.target.plan, units), staging, progress)
+
     def _make(
         self, left: Sequence[OutputUnit], checks: str, kernel: Check | None, fetch_progress: Progress | None
     ) -> None:
         """Make the units that are left and record each."""
         source, plan, out = self.target.source, self.target.plan, self.target.out
-        staging = (out / WORK / "staging").resolve()
-        fetcher = source.store.fetcher(needs(source, plan, left), staging, fetch_progress)
+        fetcher = self._fetcher(left, fetch_progress)
         refuse_full_disk(out, left, fetcher)
         for folder in sorted(
             {(out / plan.path(unit, rank)).parent for unit in plan.units for rank in unit.ranks}

@@ -171,6 +171,8 @@ def plan_output(source: Source, options: Options) -> OutputPlan:
 def _scope(what: str, wanted: Sequence[int] | None, count: int) -> tuple[int, ...]:
     if wanted is None:
         return tuple(range(count))
+    if not wanted:
+        raise UsageError(f"--{what}s: none is asked for")
     if outside := [n for n in wanted if not 0 <= n < count]:
         raise UsageError(f"--{what}s: there is no {what} {outside[0]}; they run from 0 to {count - 1}")
     return tuple(sorted(set(wanted)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -123,8 +124,8 @@ def rule_of(unit: OutputUnit, name: str) -> str:
 
 
 def plan(
-    source: str,
-    out: str | None = None,
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str] | None = None,
     *,
     tp: int,
     ep: int = 1,
