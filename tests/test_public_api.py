@@ -42,7 +42,7 @@ def test_every_public_name_can_be_had_and_is_seen() -> None:
 
 def test_help_shows_every_function_with_its_parameters() -> None:
     text = pydoc.plain(pydoc.render_doc(marlin_convert))
-    functions = text.split("\nFUNCTIONS\n")[1].split("\nDATA\n")[0]
+    functions = "\n" + text.split("\nFUNCTIONS\n")[1].split("\nDATA\n")[0]
     for name in NAMES - {"HubOptions"} - set(dir(errors)):
         assert f"\n    {name}(" in functions, name
     classes = text.split("\nCLASSES\n")[1].split("\nFUNCTIONS\n")[0]

@@ -194,7 +194,9 @@ class ExpertCheck:
         return ""
 
     def _check_shapes(self, expert: int) -> None:
-        """weight_shape is not stored: its value is made from the shape of weight_packed and compared by digest."""
+        """weight_shape is not stored: its value is made from the shape of weight_packed and compared by
+        digest.
+        """
         for projection in PROJECTIONS:
             expected = self.published.digest(self._name(expert, projection, "weight_shape"))
             shape = self.stored.shape.matrix(projection)

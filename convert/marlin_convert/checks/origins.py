@@ -1,5 +1,5 @@
-"""From which source tensors a stored tensor is made, and how: stated again from schemas/README.md and the facts of its family,
-for the checks alone.
+"""From which source tensors a stored tensor is made, and how: stated again from schemas/README.md and the
+facts of its family, for the checks alone.
 
 A manifest that is consistent in itself can still be wrong (gate and up exchanged in bytes and in text). So
 the checks compare it with this. They import nothing from planning, and of a family's module they use the

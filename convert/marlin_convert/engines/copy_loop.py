@@ -40,7 +40,9 @@ class Functions(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """What one thread copies with: addresses of its buffers, handles of an event for each and of its stream."""
+    """What one thread copies with: addresses of its buffers, handles of an event for each and of its
+    stream.
+    """
 
     buffers: Words
     events: Words
@@ -108,8 +110,8 @@ def read_and_copy(parts: Words, taken: int, lane: Lane, turn: int, calls: Functi
     address of the number of parts taken so far; a thread that wants all to stop sets it to `len(parts)`.
     `lane` is of this thread alone, its events have been recorded. `turn` counts the buffers used so far.
 
-    Returns (part, turn): a part that the caller is to do, in buffer `turn % len(lane.buffers)`, because a call for
-    it failed or the file ended early; or (-1, turn) at the end.
+    Returns (part, turn): a part that the caller is to do, in buffer `turn % len(lane.buffers)`, because a
+    call for it failed or the file ended early; or (-1, turn) at the end.
     """
     buffers, events, stream = lane
     while True:

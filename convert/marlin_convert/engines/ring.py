@@ -89,7 +89,9 @@ def _pinned(size: int) -> Tensor:
 
 
 class _Job:
-    """Parts as the compiled loop takes them, shared by the threads, and how many threads are still at work."""
+    """Parts as the compiled loop takes them, shared by the threads, and how many threads are still at
+    work.
+    """
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = parts
@@ -112,8 +114,8 @@ class _Job:
         self._taken[0] = len(self.parts)
 
     def wait(self) -> None:
-        """Wait until every part was taken and no thread works. A thread that only comes later finds nothing to
-        do.
+        """Wait until every part was taken and no thread works. A thread that only comes later finds nothing
+        to do.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._taken[0] >= len(self.parts) and not self._working)

@@ -1,9 +1,10 @@
 """One rank's shards as torch tensors on a device: whole files in large copies, each tensor a view of the
 device's memory.
 
-The ways to a GPU. `ring`: threads read into a few pinned buffers and copy from there. `direct`: the same, with
-reads past the page cache. `auto`: `direct` for files that are not in the page cache, else `ring`. `mapped`: the
-read-only mapping of a file is registered with CUDA piece by piece while earlier pieces copy. On "cpu" the tensors are views of the mapping and nothing is copied.
+The ways to a GPU. `ring`: threads read into a few pinned buffers and copy from there. `direct`: the same,
+with reads past the page cache. `auto`: `direct` for files that are not in the page cache, else `ring`.
+`mapped`: the read-only mapping of a file is registered with CUDA piece by piece while earlier pieces copy. On
+"cpu" the tensors are views of the mapping and nothing is copied.
 
 This module loads without torch; its functions need it and say so where it is missing.
 """
@@ -94,9 +95,9 @@ def load_shards(
 ) -> LoadedRank:
     """Bring a rank (or some units of it, such as `layer-001`) to a device.
 
-    `path` is one of PATHS, `threads` how many read for ring and direct. On return all
-    copies are complete, on every stream. Raises OutputError for damaged files, UsageError for an unknown rank, unit or path and where torch
-    is not installed, MachineError where CUDA or the disk fails.
+    `path` is one of PATHS, `threads` how many read for ring and direct. On return all copies are complete, on
+    every stream. Raises OutputError for damaged files, UsageError for an unknown rank, unit or path and where
+    torch is not installed, MachineError where CUDA or the disk fails.
     """
     require("torch")
     import torch

@@ -1,7 +1,7 @@
 """Where the kernel can be had: one interface over the packages that ship it, and a report of what loads here.
 
-The kernel is `moe_wna16_marlin_gemm` of SGLang with its `gptq_marlin_repack`. It has moved between
-packages; `CANDIDATES` lists the places, newest first. They are found by importing, never by version. Importing `sglang`
+The kernel is `moe_wna16_marlin_gemm` of SGLang with its `gptq_marlin_repack`. It has moved between packages;
+`CANDIDATES` lists the places, newest first. They are found by importing, never by version. Importing `sglang`
 runs that package's own start-up, which takes seconds, so nothing is imported before a GPU is seen. torch is
 imported inside functions: this module loads without it.
 """

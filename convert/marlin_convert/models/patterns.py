@@ -90,7 +90,9 @@ class Patterns:
         return at.moves[char]
 
     def _closure(self, states: Sequence[int] | frozenset[int], place: str) -> frozenset[int]:
-        """Those and all that follow without a character; `place` has the signs of where in the text that is."""
+        """Those and all that follow without a character; `place` has the signs of where in the text that
+        is.
+        """
         found, left = set[int](), list(states)
         while left:
             number = left.pop()

@@ -35,7 +35,8 @@ REMOVING = "removing.json"
 NO_LOCKS = UNSUPPORTED | {errno.ENOLCK, errno.EBADF, errno.EISDIR}
 #: begins every document by which a folder is known to be ours
 MARK = b'"marlin-convert"'
-#: what opening a file of ours says where there is none: nothing, a link, or something in its place or above it
+#: what opening a file of ours says where there is none: nothing, a link, or something in its place or above
+#: it
 NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)
 
 
