@@ -18,8 +18,8 @@ from marlin_convert.models.patterns import MAX_LENGTH, Patterns, UnknownFormErro
 CONFIG = Path(__file__).parents[1] / "support" / "k26_config.json"
 
 PIECES = st.sampled_from([
-    "a", "b", ".", "\\.", "[ab]", "[^a]", "[a-c.]", "(a|b)", "(?:ab|c)?", "a*", "b+", "(a*)*", "(a|b*)+", ".*",
-    ".*?", "^", "$", "|", "\\d", "\\w+", "\\D", "()", "[]a]", "[a-]", "[\\d.]"])  # fmt: skip
+    "a", "b", ".", "\\.", "[ab]", "[^a]", "[a-c.]", "(a|b)", "(?:ab|c)?", "a*", "b+", "(a*)*", "(a|b*)+",
+    ".*", ".*?", "^", "$", "|", "\\d", "\\w+", "\\D", "()", "[]a]", "[a-]", "[\\d.]"])  # fmt: skip
 
 
 @settings(deadline=None, max_examples=500)

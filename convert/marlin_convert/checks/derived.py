@@ -87,7 +87,10 @@ def _wrong_digests(manifest: Manifest) -> Iterator[str]:
     stacked = [t for shard in manifest.shards for t in shard.tensors if t.experts is not None and t.shape]
     ends = {tensor.name: (tensor.experts or 0) + 16 * tensor.shape[0] for tensor in stacked}
     if size != (expected := sum(16 * tensor.shape[0] for tensor in stacked)):
-        yield f"has {size} bytes by the manifest, expected {expected}: 16 for each expert of each stacked tensor"
+        yield (
+            f"has {size} bytes by the manifest, expected {expected}: 16 for each expert of each stacked"
+            " tensor"
+        )
     if beyond := [name for name, end in ends.items() if end > size]:
         yield f"has {size} bytes, and the manifest says that digests of {beyond[0]} lie behind them"
 

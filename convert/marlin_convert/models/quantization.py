@@ -85,7 +85,8 @@ def read_quantization(config: dict[str, Any]) -> Quantization:
     for key, value in expected.items():
         if quant.get(key) != value:
             raise SourceError(
-                f"config.json: quantization_config.{key} is {shown(quant.get(key))}, only {value!r} is converted"
+                f"config.json: quantization_config.{key} is {shown(quant.get(key))}, only {value!r} is"
+                " converted"
             )
     if len(quant["config_groups"]) != 1:
         raise SourceError(

@@ -158,8 +158,8 @@ def _notes(source: Source) -> list[str]:
     notes = list(source.notes)
     if quantization.unread:
         notes.append(
-            f"the config's ignore list has {len(quantization.unread)} patterns that were not compared, such as"
-            f" {quantization.unread[0]}; packed weights decide what is converted"
+            f"the config's ignore list has {len(quantization.unread)} patterns that were not compared, such"
+            f" as {quantization.unread[0]}; packed weights decide what is converted"
         )
     if odd:
         notes.append(
