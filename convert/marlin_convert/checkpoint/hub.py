@@ -69,6 +69,10 @@ class HubStore:
         """See `Store`."""
         return dict(sorted((dict.fromkeys(self.files, True) | dict.fromkeys(self.folders, False)).items()))
 
+    def size(self, name: str) -> int:
+        """Bytes of a file, as listed."""
+        return self.files[name].size
+
     def sha256(self, name: str) -> str | None:
         """What the hub publishes. Raises SourceError for a weight file of which it publishes none."""
         value = self.files[name].sha256

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +25,7 @@ from marlin_convert.checkpoint.index import (
 from marlin_convert.checkpoint.store import RECORD, FolderStore, Store, download_record, folder_of_commit
 from marlin_convert.errors import ConvertError, SourceError, UsageError
 from marlin_convert.models.family import ModelConfig, parse_config
+from marlin_convert.storage.files import MAX_SMALL
 from marlin_convert.threads import Workers
 
 #: never copied beside the shards: other weights, and what version control and downloaders leave
@@ -33,7 +34,13 @@ REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 #: headers of a repository that are fetched at a time; reading those of a folder is all computing
 REQUESTS = 8
 #: names that the output uses itself
-RESERVED = ("manifest.json", "provenance.json", "digests.bin")
+RESERVED = re.compile(
+    r"manifest\.json|provenance\.json|digests\.bin|common|source|rank-\d+-of-\d+|.*\.partial", re.DOTALL
+)
+#: bytes of a name, so that what is made of it is a name, too
+MAX_NAME = 240
+#: bytes of all small files together
+MAX_COPIED = 1 << 30
 #: what is in the output in another way, or stays behind without being mentioned
 HANDLED = (INDEX_NAME, "config.json", "README.md", RECORD)
 
@@ -56,6 +63,8 @@ class Source:
     readme: bytes | None
     model: ModelConfig
     notes: tuple[str, ...]
+    #: files beside the weights that are too large to be copied
+    large: frozenset[str] = frozenset()
 
     @property
     def folder(self) -> Path | None:
@@ -74,12 +83,12 @@ class Source:
     @property
     def auxiliary(self) -> tuple[str, ...]:
         """Small files that are copied beside the shards."""
-        return auxiliary_files(self.names)[0]
+        return auxiliary_files(self.names, self.large)[0]
 
     @property
     def left_out(self) -> tuple[str, ...]:
         """What lies beside the weights and is not copied; folders end with /."""
-        return auxiliary_files(self.names)[1]
+        return auxiliary_files(self.names, self.large)[1]
 
     @property
     def payload_bytes(self) -> int:
@@ -113,6 +122,7 @@ def open_source(source: str | os.PathLike[str], hub: HubOptions | None = None) -
                 f"{source} is no folder here, so it was taken for a repository of the hub: {error}"
             ) from error
         raise
+    _refuse_names(names)
     config_bytes = store.read("config.json")
     _refuse_converted(store, names)
     model = parse_config(json_object(config_bytes, "config.json"))
@@ -133,7 +143,35 @@ def open_source(source: str | os.PathLike[str], hub: HubOptions | None = None) -
         readme=store.read("README.md") if names.get("README.md") else None,
         model=model,
         notes=notes,
+        large=_large(store, names),
     )
+
+
+def _large(store: Store, names: Mapping[str, bool]) -> frozenset[str]:
+    """Files that would be copied but for their size. Raises SourceError where the others have more together
+    than such files ever have.
+    """
+    sizes = {name: store.size(name) for name in auxiliary_files(names)[0]}
+    large = frozenset(name for name, size in sizes.items() if size > MAX_SMALL)
+    if (total := sum(size for name, size in sizes.items() if name not in large)) > MAX_COPIED:
+        raise SourceError(
+            f"the files beside the weights have {total} bytes together, expected at most {MAX_COPIED}; move"
+            " away what no engine needs"
+        )
+    return large
+
+
+def _refuse_names(names: Iterable[str]) -> None:
+    """Raise SourceError for names that the output could not be made with."""
+    for name in names:
+        try:
+            length = len(name.encode())
+        except UnicodeEncodeError:
+            raise SourceError(f"the name {name!r} is no text in UTF-8; rename or remove that file") from None
+        if length > MAX_NAME:
+            raise SourceError(
+                f"the name {name} has {length} bytes, expected at most {MAX_NAME}; rename or remove that file"
+            )
 
 
 def is_repository(source: str) -> bool:
@@ -182,15 +220,20 @@ def _refuse_converted(store: Store, names: dict[str, bool]) -> None:
         )
 
 
-def auxiliary_files(names: Mapping[str, bool]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Small files to copy (README.md and config.json are handled apart), and what is left out."""
+def auxiliary_files(
+    names: Mapping[str, bool], large: Container[str] = ()
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Small files to copy (README.md and config.json are handled apart), and what is left out, as are those
+    of `large`.
+    """
     others = [name for name in names if name not in HANDLED and not name.endswith(".safetensors")]
     copied = tuple(
         name
         for name in others
         if names[name]
         and not name.startswith(".")
-        and name not in RESERVED
+        and name not in large
+        and not RESERVED.fullmatch(name)
         and not name.endswith(WEIGHT_SUFFIXES)
     )
     return copied, tuple(name + ("" if names[name] else "/") for name in others if name not in copied)

@@ -51,6 +51,9 @@ class Store(Protocol):
     def names(self) -> dict[str, bool]:
         """All names on the top level; the value says whether it is a file."""
 
+    def size(self, name: str) -> int:
+        """Bytes of a file."""
+
     def read(self, name: str) -> bytes:
         """A small file whole."""
 
@@ -93,6 +96,13 @@ class FolderStore:
             return {path.name: path.is_file() for path in sorted(self.folder.iterdir())}
         except OSError as error:
             raise SourceError(f"{self.folder}: cannot be listed ({error.strerror})") from error
+
+    def size(self, name: str) -> int:
+        """Bytes of a file. Raises SourceError."""
+        try:
+            return self.path(name).stat().st_size
+        except OSError as error:
+            raise SourceError(f"{self.path(name)}: cannot be read ({error.strerror})") from error
 
     def read(self, name: str) -> bytes:
         """A file whole. Raises SourceError."""

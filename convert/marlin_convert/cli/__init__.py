@@ -92,7 +92,7 @@ def _run(arguments: list[str]) -> int:
         return 0
     except ConvertError as error:
         _show(error)
-        streams.say(f"error: {error}")
+        streams.say(f"error: {streams.error_line(error)}")
         return error.exit_code
     except ModuleNotFoundError as error:
         if error.name in EXTRAS:
@@ -101,7 +101,7 @@ def _run(arguments: list[str]) -> int:
         return _internal(error)
     except OSError as error:
         _show(error)
-        streams.say(f"error: {error}; mend that, then run the same command again")
+        streams.say(f"error: {streams.error_line(error)}; mend that, then run the same command again")
         return 4
     except MemoryError as error:
         _show(error)
@@ -114,7 +114,7 @@ def _run(arguments: list[str]) -> int:
 def _internal(error: Exception) -> int:
     _show(error)
     streams.say(
-        f"internal error: {type(error).__name__}: {error}; set MARLIN_CONVERT_DEBUG=1 and report what it"
+        f"internal error: {type(error).__name__}: {streams.error_line(error)}; set MARLIN_CONVERT_DEBUG=1 and report what it"
         " prints"
     )
     return 4

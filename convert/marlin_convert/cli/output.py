@@ -31,7 +31,7 @@ def message(text: str) -> None:
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Rows in columns; numbers to the right."""
-    cells = [[str(cell) for cell in row] for row in rows]
+    cells = [[streams.printable(str(cell)) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in [list(header), *cells]) for i in range(len(header))]
     right = [bool(rows) and all(isinstance(row[i], (int, float)) for row in rows) for i in range(len(header))]
     for row in [list(header), *cells]:

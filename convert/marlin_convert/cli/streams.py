@@ -11,6 +11,9 @@ import click
 
 from marlin_convert.errors import MachineError
 
+#: characters of an error that are printed
+MAX_LINE = 4000
+
 
 def occupy() -> None:
     """Where one of them is closed, put a descriptor in its place that nothing can be written to: else the
@@ -22,12 +25,28 @@ def occupy() -> None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDONLY), mode))
 
 
+def printable(text: str, keep: str = "") -> str:
+    """Text with what a terminal would obey instead of show, as names out of a file may have it, written out:
+    control characters, marks of direction, halves of surrogates.
+    """
+    return "".join(
+        char if char.isprintable() or char in keep else char.encode("unicode_escape").decode()
+        for char in text
+    )
+
+
+def error_line(error: BaseException) -> str:
+    """What an error says, on one line of a bounded length."""
+    text = printable(str(error)[:MAX_LINE])
+    return text if len(text) < MAX_LINE else text[:MAX_LINE] + "..."
+
+
 def say(text: str) -> None:
     """A line on stderr. Where that does not work there is no place to say so: what the command does and its
     exit code are more.
     """
     try:
-        click.echo(text, err=True)
+        click.echo(printable(text, "\n"), err=True)
     except (OSError, ValueError):
         _forget(sys.stderr)
 
@@ -37,7 +56,7 @@ def print_line(text: str) -> None:
     any more.
     """
     try:
-        click.echo(text)
+        click.echo(printable(text, "\n"))
     except BrokenPipeError:
         raise
     except OSError as error:
