@@ -186,6 +186,13 @@ def test_threads_stay_below_every_limit(limit: dict[str, Limit], threads: Limit)
     assert allow(replace(FREE, **limit), ranks=4).threads == threads  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("limit", ["memory", "space"])
+def test_memory_for_a_single_step_is_taken_in_any_case(limit: str) -> None:
+    scarce: dict[str, Limit] = {limit: Limit(100 * MIB, "a limit")}
+    allowed = allow(replace(FREE, **scarce))  # type: ignore[arg-type]
+    assert allowed.memory == Limit(64 * MIB, "a limit")
+
+
 def test_threads_that_are_given_stay() -> None:
     scarce = replace(FREE, threads=Limit(2, "pids.max"), memory=Limit(GIB, "memory.max"))
     assert allow(scarce, threads=7).threads == Limit(7, "--threads")
@@ -202,6 +209,29 @@ def test_too_little_memory_for_any_step_is_said(
     with pytest.raises(MachineError, match=said):
         convert(str(tiny.folder), tmp_path / "out", tp=2)
     convert(str(tiny.folder), tmp_path / "out", tp=2, memory=64 * MIB)
+
+
+#: how many threads a command line ends with
+THREADS = """
+import atexit, os, sys
+atexit.register(lambda: print(len(os.listdir("/proc/self/task"))))
+from marlin_convert.cli import main
+main()
+"""
+
+
+def test_the_command_line_has_no_threads_for_products(tiny_tp2: Path) -> None:
+    """numpy's OpenBLAS would interrupt the process where it may not start one for each core."""
+    environment = {key: value for key, value in os.environ.items() if key != "OPENBLAS_NUM_THREADS"}
+    done = subprocess.run(
+        [sys.executable, "-c", THREADS, "inspect", str(tiny_tp2)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "1"
 
 
 @pytest.fixture

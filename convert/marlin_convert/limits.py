@@ -15,6 +15,8 @@ from pathlib import Path
 UNLIMITED = 1 << 60
 DEFAULT_MEMORY = 1536 << 20
 MEMORY_PER_THREAD = 128 << 20
+#: enough for any single step of the published checkpoints: with less a conversion does not work
+LEAST_MEMORY = 64 << 20
 #: bytes that a conversion takes beside its buffers: interpreter, compiling, documents of a large checkpoint
 PROGRAM = 384 << 20
 #: bytes of address space that it takes beside them, and that each thread takes: a stack and an arena
@@ -77,14 +79,15 @@ def allow(limits: Limits, threads: int | None = None, ranks: int = 0) -> Allowan
     memory = Limit(max(DEFAULT_MEMORY, chosen.value * MEMORY_PER_THREAD), "threads")
     if limits.memory is not None:
         # the other half is for the page cache, where reading and writing go through it
-        memory = _less(memory, (limits.memory.value - PROGRAM) // 2, limits.memory.by, 0)
+        memory = _less(memory, (limits.memory.value - PROGRAM) // 2, limits.memory.by, LEAST_MEMORY)
     if limits.space is not None:
         space = limits.space.value - PROGRAM_SPACE - chosen.value * THREAD_SPACE
-        memory = _less(memory, space, limits.space.by, 0)
+        memory = _less(memory, space, limits.space.by, LEAST_MEMORY)
     return Allowance(chosen, memory)
 
 
 def _less(chosen: Limit, value: int, by: str, least: int = 1) -> Limit:
+    """What was chosen, or the `value` that a limit leaves where that is less, and never below `least`."""
     return Limit(max(value, least), by) if value < chosen.value else chosen
 
 

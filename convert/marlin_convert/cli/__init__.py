@@ -58,6 +58,9 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
 def main() -> None:
     """Run the command line and exit."""
     streams.occupy()
+    # numpy would start a thread for each core, for products that are not used here; where a limit of
+    # processes forbids that, its OpenBLAS interrupts the process
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     signal.signal(signal.SIGTERM, _terminate)
     sys.exit(streams.close(run(sys.argv[1:])))
 
