@@ -49,3 +49,9 @@ def test_the_card_of_a_folder(copied_source: Path, tmp_path: Path) -> None:
 def test_a_token_is_not_shown() -> None:
     assert without_secrets(["convert", "--token", "secret", "a"]) == ["convert", "--token", "...", "a"]
     assert without_secrets(["--token=secret"]) == ["--token=..."]
+
+
+def test_a_licence_of_blanks_takes_no_longer_than_its_length() -> None:
+    card = "---\nlicense: a" + " " * 1_000_000 + "b" + "\t" * 1_000_000 + "\n---\n"
+    (line,) = carried_lines(card.encode())
+    assert line == "license: a" + " " * 1_000_000 + "b"

@@ -12,7 +12,7 @@ from marlin_convert.pipeline.target import Target
 from marlin_convert.planning.output_plan import OutputPlan
 
 #: what of the source's card stays true of a conversion
-CARRIED = re.compile(r"(license|license_name|license_link)[ \t]*:[ \t]*(\S.*?)[ \t]*")
+CARRIED = re.compile(r"(license|license_name|license_link)[ \t]*:[ \t]*(\S.*)")
 
 
 LOADING = """## Load it
@@ -89,7 +89,7 @@ def carried_lines(readme: bytes) -> list[str]:
     return [
         f"{found[1]}: {found[2]}"
         for line in match[1].split("\n")
-        if (found := CARRIED.fullmatch(line)) is not None
+        if (found := CARRIED.fullmatch(line.rstrip(" \t"))) is not None
     ]
 
 
