@@ -191,6 +191,61 @@ def test_interrupted(trial: Trial, call: str, share: float, name: str, code: int
     trial.assert_continues()
 
 
+@pytest.mark.parametrize(("first", "second", "code"), [("SIGINT", "SIGINT", 130), ("SIGTERM", "SIGINT", 143)])
+@pytest.mark.parametrize("call", ["unlink", "pwrite", "fsync"])
+def test_interrupted_again_while_it_cleans_up(
+    trial: Trial, call: str, first: str, second: str, code: int
+) -> None:
+    """The second signal does not break into what removes the half-made files."""
+    number = trial.counts["pwrite"] // 2
+    then = {"call": call, "number": EVERY, "action": second}
+    done = trial.run(fault={"call": "pwrite", "number": number, "action": first, "then": then})
+    assert (done.code, done.stdout) == (code, "")
+    assert done.stderr.strip() == "interrupted; run the same command again to continue"
+    assert trial.partials() == []
+    trial.assert_continues()
+
+
+def test_interrupted_a_third_time(trial: Trial) -> None:
+    """It ends at once, as if it had been killed, with the code of the first signal."""
+    third = {"call": "unlink", "number": EVERY, "action": "SIGTERM"}
+    second = {"call": "unlink", "number": EVERY, "action": "SIGINT", "then": third}
+    done = trial.run(fault={"call": "pwrite", "number": 20, "action": "SIGINT", "then": second})
+    assert (done.code, done.stdout, done.stderr) == (130, "", "")
+    trial.assert_continues()
+
+
+def _handles(process: int, number: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    status = Path(f"/proc/{process}/status").read_text()
+    (caught,) = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")]
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pause", [0.0, 0.001, 0.01, 0.1])
+@pytest.mark.parametrize("verb", ["convert", "verify"])
+def test_real_process_interrupted_twice(trial: Trial, tiny_tp2: Path, pause: float, verb: str) -> None:
+    """At whatever place it is, from outside."""
+    line = (
+        [verb, str(trial.source), str(trial.out), "--tp", "2"] if verb == "convert" else [verb, str(tiny_tp2)]
+    )
+    for wait in (0.0, 0.1, 0.3, 0.6, 1.2):
+        process = subprocess.Popen([*COMMAND, *line], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        while not _handles(process.pid, signal.SIGTERM):
+            time.sleep(0.002)
+        time.sleep(wait)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            process.send_signal(number)
+            time.sleep(pause)
+        _, stderr = process.communicate(timeout=120)
+        assert b"Traceback" not in stderr
+        assert process.returncode in (0, 130, 143)
+        assert trial.partials() == []
+    if verb == "convert":
+        trial.assert_continues()
+
+
 @pytest.mark.parametrize("number", ["ENOSPC", "EIO", "EDQUOT"])
 @pytest.mark.parametrize(("call", "share"), places(REFUSALS, quick=REFUSALS[1::3]))
 def test_refused_by_the_disk(trial: Trial, call: str, share: float, number: str) -> None:

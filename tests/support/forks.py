@@ -63,7 +63,8 @@ class Forks:
     def run(self, *arguments: object, fault: dict[str, Any] | None = None) -> Done:
         """Run a command line. `fault`: `call` (of CALLS), `number` (from 0, or EVERY) and `action`: a
         signal's name, an errno's name, "short" for a read that brings fewer bytes than asked for, or "run",
-        for which `command` is run in the midst; its end is kept in the file `result`.
+        for which `command` is run in the midst; its end is kept in the file `result`. EVERY call is broken by
+        "short" only, otherwise it is the next one; `then` is another fault, from there on.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -109,20 +110,20 @@ class _Faults:
                 number = self.counts[name]
                 self.counts[name] += 1
             if self.fault.get("call") == name and self.fault["number"] in (number, EVERY):
-                if self.fault["action"] == "short":
+                fault = self.fault
+                if fault["action"] == "short":
                     return function(*_fewer(name, *args), **kwargs)
-                self._break()
+                self.fault = fault.get("then", {})
+                self._break(fault)
             return function(*args, **kwargs)
 
         return call
 
-    def _break(self) -> None:
-        action = self.fault["action"]
+    def _break(self, fault: dict[str, Any]) -> None:
+        action = fault["action"]
         if action == "run":
-            done = subprocess.run(self.fault["command"], capture_output=True, text=True, check=False)
-            pathlib.Path(self.fault["result"]).write_text(
-                json.dumps([done.returncode, done.stdout, done.stderr])
-            )
+            done = subprocess.run(fault["command"], capture_output=True, text=True, check=False)
+            pathlib.Path(fault["result"]).write_text(json.dumps([done.returncode, done.stdout, done.stderr]))
         elif action.startswith("SIG"):
             os.kill(os.getpid(), getattr(signal, action))
         else:

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import io
 import os
-import signal
 import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
-from types import FrameType
 
 import click
 
 from marlin_convert.cli import streams
+from marlin_convert.cli.interrupts import Interrupts, Terminated, interrupt_behind
 from marlin_convert.errors import ConvertError, MachineWarning
 from marlin_convert.extras import EXTRAS, missing
 
 VERBS = ("plan", "download", "convert", "verify", "inspect", "bench", "doctor")
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM: unwinds like Ctrl-C, with an exit code of its own."""
 
 
 class Verbs(click.Group):
@@ -51,18 +46,21 @@ def cli() -> None:
     """
 
 
-def _terminate(signum: int, frame: FrameType | None) -> None:
-    raise Terminated
-
-
 def main() -> None:
     """Run the command line and exit."""
     streams.occupy()
     # numpy would start a thread for each core, for products that are not used here; where a limit of
     # processes forbids that, its OpenBLAS interrupts the process
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    signal.signal(signal.SIGTERM, _terminate)
-    sys.exit(streams.close(run(sys.argv[1:])))
+    interrupts = Interrupts()
+    interrupts.install()
+    try:
+        code = streams.close(run(sys.argv[1:]))
+        interrupts.ignore()
+    except KeyboardInterrupt as interrupt:  # while it was said how the run ended
+        code = streams.close(_interrupted(interrupt))
+        interrupts.ignore()
+    sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:
@@ -77,7 +75,7 @@ def run(arguments: list[str]) -> int:
 
 def _run(arguments: list[str]) -> int:
     try:
-        code = cli.main(arguments, prog_name="marlin-convert", standalone_mode=False)
+        code = _call(arguments)
         return code if isinstance(code, int) else 0
     except click.exceptions.Exit as exit_:
         return exit_.exit_code
@@ -87,9 +85,7 @@ def _run(arguments: list[str]) -> int:
         streams.say(shown.getvalue().rstrip("\n"))
         return error.exit_code
     except (click.Abort, KeyboardInterrupt) as interrupt:
-        streams.say("interrupted; run the same command again to continue")
-        terminated = isinstance(interrupt, Terminated) or isinstance(interrupt.__context__, Terminated)
-        return 143 if terminated else 130
+        return _interrupted(interrupt)
     except SystemExit:  # click's answer where nobody reads the output any more; verbs end with ctx.exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
@@ -112,6 +108,22 @@ def _run(arguments: list[str]) -> int:
         return 4
     except Exception as error:
         return _internal(error)
+
+
+def _call(arguments: list[str]) -> object:
+    """Run the verb. What fails in the midst of an interrupt is the interrupt."""
+    try:
+        return cli.main(arguments, prog_name="marlin-convert", standalone_mode=False)
+    except Exception as error:
+        if (interrupt := interrupt_behind(error)) is not None:
+            _show(error)
+            raise interrupt from None
+        raise
+
+
+def _interrupted(interrupt: BaseException) -> int:
+    streams.say("interrupted; run the same command again to continue")
+    return 143 if isinstance(interrupt, Terminated) else 130
 
 
 def _internal(error: Exception) -> int:

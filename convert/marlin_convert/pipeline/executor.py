@@ -33,6 +33,8 @@ class Executor:
         self._lock = Lock()
         self._failure: BaseException | None = None
         self._open_units: list[UnitWork] = []
+        #: of each thread that has begun, what is set when it has ended
+        self._entered: list[Event] = []
 
     def run(self, jobs: Iterator[Job]) -> None:
         """Run all jobs. Fewer threads than wanted are enough. On a failure or an interrupt no further job
@@ -52,7 +54,8 @@ class Executor:
                     pass
         except BaseException as interrupt:
             self._fail(interrupt)
-            for event in begun:
+            # a thread that only begins now finds nothing to do; one whose start was interrupted may be at work
+            for event in list(self._entered):
                 event.wait()
         if self._failure is not None:
             for work in self._open_units:
@@ -60,6 +63,7 @@ class Executor:
             raise self._failure
 
     def _work_until_done(self, jobs: Iterator[Job], ended: Event) -> None:
+        self._entered.append(ended)
         try:
             self._work(jobs)
         finally:

@@ -1,0 +1,58 @@
+"""Signals that end a run."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+
+#: signals after which nothing is waited for any more
+IMPATIENT = 3
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: unwinds like Ctrl-C, with an exit code of its own."""
+
+
+class Interrupts:
+    """SIGINT and SIGTERM. The first one raises, and what is half-made is removed while that unwinds. A second
+    one, of either kind, must not break into that. A third ends the process at once, as a kill would: the next
+    run continues all the same.
+    """
+
+    def __init__(self) -> None:
+        self._code = 0
+        self._signals = 0
+
+    def install(self) -> None:
+        """Handle both from now on; Ctrl-C not where the caller had it ignored (nohup, a shell's background)."""
+        signal.signal(signal.SIGTERM, self._receive)
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, self._receive)
+
+    def ignore(self) -> None:
+        """Nothing is left to unwind, and the exit code stands."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._signals += 1
+        self._code = self._code or 128 + number
+        if self._signals >= IMPATIENT:
+            os._exit(self._code)
+        if self._signals == 1:
+            raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+
+
+def interrupt_behind(error: BaseException) -> KeyboardInterrupt | None:
+    """The interrupt in the midst of which an error came up, such as that of a lock that a signal kept from
+    being taken again; None where there is none.
+    """
+    seen: set[int] = set()
+    here: BaseException | None = error
+    while here is not None and id(here) not in seen:
+        if isinstance(here, KeyboardInterrupt):
+            return here
+        seen.add(id(here))
+        here = here.__cause__ or here.__context__
+    return None
