@@ -191,16 +191,17 @@ def test_interrupted(trial: Trial, call: str, share: float, name: str, code: int
     trial.assert_continues()
 
 
-@pytest.mark.parametrize(("first", "second", "code"), [("SIGINT", "SIGINT", 130), ("SIGTERM", "SIGINT", 143)])
+@pytest.mark.parametrize(("first", "second"), [("SIGINT", "SIGINT"), ("SIGTERM", "SIGINT")])
 @pytest.mark.parametrize("call", ["unlink", "pwrite", "fsync"])
-def test_interrupted_again_while_it_cleans_up(
-    trial: Trial, call: str, first: str, second: str, code: int
-) -> None:
-    """The second signal does not break into what removes the half-made files."""
+def test_interrupted_again_while_it_cleans_up(trial: Trial, call: str, first: str, second: str) -> None:
+    """The second signal does not break into what removes the half-made files. Of two that are pending together
+    either may be seen first.
+    """
     number = trial.counts["pwrite"] // 2
     then = {"call": call, "number": EVERY, "action": second}
     done = trial.run(fault={"call": "pwrite", "number": number, "action": first, "then": then})
-    assert (done.code, done.stdout) == (code, "")
+    assert done.code in {{"SIGINT": 130, "SIGTERM": 143}[name] for name in (first, second)}
+    assert done.stdout == ""
     assert done.stderr.strip() == "interrupted; run the same command again to continue"
     assert trial.partials() == []
     trial.assert_continues()
