@@ -194,8 +194,8 @@ def test_interrupted(trial: Trial, call: str, share: float, name: str, code: int
 @pytest.mark.parametrize(("first", "second"), [("SIGINT", "SIGINT"), ("SIGTERM", "SIGINT")])
 @pytest.mark.parametrize("call", ["unlink", "pwrite", "fsync"])
 def test_interrupted_again_while_it_cleans_up(trial: Trial, call: str, first: str, second: str) -> None:
-    """The second signal does not break into what removes the half-made files. Of two that are pending together
-    either may be seen first.
+    """The second signal does not break into what removes the half-made files. Of two that are pending
+    together either may be seen first.
     """
     number = trial.counts["pwrite"] // 2
     then = {"call": call, "number": EVERY, "action": second}

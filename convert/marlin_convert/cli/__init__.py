@@ -129,7 +129,8 @@ def _interrupted(interrupt: BaseException) -> int:
 def _internal(error: Exception) -> int:
     _show(error)
     streams.say(
-        f"internal error: {type(error).__name__}: {streams.error_line(error)}; set MARLIN_CONVERT_DEBUG=1 and report what it"
+        f"internal error: {type(error).__name__}: {streams.error_line(error)}; set MARLIN_CONVERT_DEBUG=1"
+        " and report what it"
         " prints"
     )
     return 4

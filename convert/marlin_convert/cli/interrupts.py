@@ -25,7 +25,9 @@ class Interrupts:
         self._signals = 0
 
     def install(self) -> None:
-        """Handle both from now on; Ctrl-C not where the caller had it ignored (nohup, a shell's background)."""
+        """Handle both from now on; Ctrl-C not where the caller had it ignored (nohup, a shell's
+        background).
+        """
         signal.signal(signal.SIGTERM, self._receive)
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, self._receive)

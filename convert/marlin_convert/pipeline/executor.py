@@ -54,7 +54,8 @@ class Executor:
                     pass
         except BaseException as interrupt:
             self._fail(interrupt)
-            # a thread that only begins now finds nothing to do; one whose start was interrupted may be at work
+            # a thread that only begins now finds nothing to do; one whose start was interrupted may be at
+            # work
             for event in list(self._entered):
                 event.wait()
         if self._failure is not None:
