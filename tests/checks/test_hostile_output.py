@@ -16,6 +16,8 @@ from limited import limited
 from marlin_convert.checks.verify import verify
 from marlin_convert.shards.kept_source import unpacked
 
+pytestmark = pytest.mark.slow
+
 
 def wrong(out: Path) -> str:
     """What `verify` says, under limits."""

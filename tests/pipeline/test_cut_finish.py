@@ -15,6 +15,8 @@ import trees
 from checkpoints import Checkpoint
 from forks import Done, Forks
 
+pytestmark = pytest.mark.slow
+
 UNITS = 5
 #: the calls that change something, and `open`, which makes files
 CHANGING = ("open", "fsync", "replace", "pwrite", "posix_fallocate", "mkdir", "unlink", "rmdir")

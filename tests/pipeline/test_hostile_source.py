@@ -24,6 +24,8 @@ from marlin_convert.storage.files import MAX_SMALL
 Command = Callable[..., tuple[int, str, str]]
 INDEX_NAME = "model.safetensors.index.json"
 
+pytestmark = pytest.mark.slow
+
 
 def refused(folder: Path, out: Path, *words: str) -> None:
     """Both verbs refuse it within limits, and nothing is written."""
