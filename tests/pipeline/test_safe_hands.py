@@ -179,15 +179,15 @@ def test_a_folder_behind_a_link_is_neither_emptied_nor_written(
 
 def test_overwrite_keeps_what_the_same_conversion_made(source: Checkpoint, out: Path) -> None:
     """This one has no experts, so its digests.bin is empty, and whole."""
-    inodes = {path: path.stat().st_ino for path in out.rglob("*.safetensors")}
+    made = {path: path.stat().st_mtime_ns for path in out.rglob("*.safetensors")}
     lost = out / "rank-00-of-02" / "layer-000.safetensors"
     report = convert(str(source.folder), out, tp=2, overwrite=True)
     assert report.made == 0
     lost.unlink()
     report = convert(str(source.folder), out, tp=2, overwrite=True)
     assert report.made == 1
-    kept = {path for path, inode in inodes.items() if path.stat().st_ino == inode}
-    assert kept == {path for path in inodes if path.name != "layer-000.safetensors"}
+    kept = {path for path, when in made.items() if path.stat().st_mtime_ns == when}
+    assert kept == {path for path in made if path.name != "layer-000.safetensors"}
     assert verify(out).ok
 
 
