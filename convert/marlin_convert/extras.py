@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from marlin_convert.errors import UsageError
@@ -21,6 +20,9 @@ def installed(module: str) -> bool:
 
 def package_version(package: str) -> str | None:
     """The installed version of a distribution, or None."""
+    # here, since it takes half the time of a start
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version(package)
     except PackageNotFoundError:

@@ -16,6 +16,7 @@ from marlin_convert.bench.kernel import bench_kernel
 from marlin_convert.bench.loaded_layer import load_layer
 from marlin_convert.bench.stats import Summary, summarize
 from marlin_convert.errors import UsageError
+from marlin_convert.extras import installed
 from marlin_convert.pipeline.run import convert
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "schemas" / "bench-kernel.schema.json").read_text())
@@ -89,15 +90,13 @@ def test_on_the_command_line(outs: dict[int, Path], command: Command, tmp_path: 
     assert command("bench", "kernel", outs[1], "--layer", 1, "--tokens", "0", "--device", "cpu")[0] == 2
     if not torch.cuda.is_available():
         assert command("bench", "kernel", outs[1], "--layer", 1)[0] == 4
-    try:
-        import matplotlib  # noqa: F401 - only whether it is there
-    except ImportError:
-        code, _, messages = command(*arguments, "--plot", tmp_path / "plot.png")
-        assert code == 4
-        assert "pip install '.[report]'" in messages
-    else:
-        assert command(*arguments, "--plot", tmp_path / "plot.png")[0] == 0
+    code, _, messages = command(*arguments, "--plot", tmp_path / "plot.png")
+    if installed("matplotlib"):
+        assert code == 0
         assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    else:
+        assert code == 2
+        assert "pip install '.[report]'" in messages
 
 
 def test_summaries() -> None:

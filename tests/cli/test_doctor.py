@@ -33,7 +33,11 @@ H200 = TorchGpu("NVIDIA H200", "9.0", 150 * 10**9, 132)
 Command = Callable[..., tuple[int, str, str]]
 
 SMI = """#!/bin/sh
-if [ $# -gt 0 ]; then echo "NVIDIA H200, 580.159.04, 143771, 9.0"; else echo "| Driver Version: 580.159.04     CUDA Version: 13.0  |"; fi
+if [ $# -gt 0 ]; then
+  echo "NVIDIA H200, 580.159.04, 143771, 9.0"
+else
+  echo "| Driver Version: 580.159.04     CUDA Version: 13.0  |"
+fi
 """
 
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from marlin_convert.documents.bench import KernelBench
-from marlin_convert.errors import MachineError
 
 
 def plot(report: KernelBench, path: str) -> None:
-    """Draw times over the floor for each token count. Raises MachineError where matplotlib is missing."""
-    try:
-        import matplotlib as mpl
+    """Draw times over the floor for each token count; needs matplotlib."""
+    import matplotlib as mpl
 
-        mpl.use("Agg")
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise MachineError("--plot needs matplotlib: pip install '.[report]'") from error
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
     routings = tuple(dict.fromkeys(row.routing for row in report.rows))
     figure, axes = pyplot.subplots(1, len(routings), figsize=(11, 4.5), sharey=True)
     for axis, routing in zip(axes, routings, strict=True):

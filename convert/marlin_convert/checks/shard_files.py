@@ -64,7 +64,8 @@ def _read_otherwise(path: Path, header: Header) -> Iterator[str]:
     """
     try:
         with safe_open(path, framework="numpy") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # no mapping
+            names = opened.keys()
+            slices = {name: opened.get_slice(name) for name in names}
             found = {name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
             metadata = opened.metadata()
     except (SafetensorError, OSError) as error:

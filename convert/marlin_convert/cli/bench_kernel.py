@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from marlin_convert.cli import output
-from marlin_convert.cli.options import Numbers, json_option
+from marlin_convert.cli.options import json_option, numbers
+from marlin_convert.extras import require
 
 if TYPE_CHECKING:
     from marlin_convert.documents.bench import KernelBench, KernelRow
@@ -35,7 +36,7 @@ HEADER = (
 @click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="Whose shard.")
 @click.option(
     "--tokens",
-    type=Numbers(),
+    type=numbers,
     default="1,9,90,330",
     show_default=True,
     help="One; a draft of 8 and one; ten streams of 9; ten of 33.",
@@ -78,6 +79,8 @@ def command(
     """
     if 0 in tokens:
         raise click.UsageError("--tokens: a call has at least one token")
+    if plot_to is not None:
+        require("matplotlib")  # before minutes of measuring
     from marlin_convert.bench.kernel import bench_kernel
 
     report = bench_kernel(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from marlin_convert.cli import output
-from marlin_convert.cli.options import Size, gigabytes, hub_options, json_option, parallel_options
+from marlin_convert.cli.options import gigabytes, hub_options, json_option, parallel_options, size
 from marlin_convert.errors import UsageError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ LISTED = 10
 )
 @click.option(
     "--memory",
-    type=Size(),
+    type=size,
     help="Memory for buffers, such as 2GiB [default: 1.5 GiB, or 128 MiB a thread, within the limits].",
 )
 @click.option(

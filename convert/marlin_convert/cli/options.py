@@ -25,50 +25,29 @@ _UNITS = {
 }
 
 
-# click 8.5 has these types generic; whether the oldest that pyproject allows has, was not tried, so no
-# argument is given
-class Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]
-    """`1500M`, `2GiB` or plain bytes."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The number of bytes."""
-        if isinstance(value, int):
-            return value
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", str(value).strip().lower())
-        if match is None or match[2] not in _UNITS:
-            self.fail(f"{value!r} is not a size; write 2GiB or 1500M", param, ctx)
-        return int(float(match[1]) * _UNITS[match[2]])
+def size(text: str) -> int:
+    """The bytes of `1500M`, `2GiB` or a plain number. Raises BadParameter."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
+    if match is None or match[2] not in _UNITS:
+        raise click.BadParameter(f"{text!r} is not a size; write 2GiB or 1500M")
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
-# as above
-class Numbers(click.ParamType):  # type: ignore[type-arg, unused-ignore]
-    """`3`, `0,4` or `1-3,7`: numbers and ranges, both ends included."""
-
-    name = "numbers"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        """The numbers, in order."""
-        if isinstance(value, tuple):
-            return value
-        if ":" in str(value):
-            self.fail(
-                f"{value!r}: write {str(value).replace(':', '-')} for a range with both ends included",
-                param,
-                ctx,
-            )
-        numbers: set[int] = set()
-        for part in str(value).split(","):
-            match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-            if match is None or (match[2] and int(match[2]) < int(match[1])):
-                self.fail(f"{value!r}: write numbers and ranges such as 0,4 or 1-3", param, ctx)
-            if int(match[2] or match[1]) > LARGEST:
-                self.fail(f"{value!r}: {match[2] or match[1]} is more than there can be", param, ctx)
-            numbers.update(range(int(match[1]), int(match[2] or match[1]) + 1))
-        return tuple(sorted(numbers))
+def numbers(text: str) -> tuple[int, ...]:
+    """The numbers of `3`, `0,4` or `1-3,7`, ranges with both ends, in order. Raises BadParameter."""
+    if ":" in text:
+        raise click.BadParameter(
+            f"{text!r}: write {text.replace(':', '-')} for a range with both ends included"
+        )
+    found: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if match is None or (match[2] and int(match[2]) < int(match[1])):
+            raise click.BadParameter(f"{text!r}: write numbers and ranges such as 0,4 or 1-3")
+        if int(match[2] or match[1]) > LARGEST:
+            raise click.BadParameter(f"{text!r}: {match[2] or match[1]} is more than there can be")
+        found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return tuple(sorted(found))
 
 
 def parallel_options(function: F) -> F:
@@ -86,9 +65,9 @@ def parallel_options(function: F) -> F:
                 help="Groups the routed experts are split over; divides tp.",
             ),
             click.option(
-                "--layers", type=Numbers(), help="Only these layers, such as 0,3-5 (without top and common)."
+                "--layers", type=numbers, help="Only these layers, such as 0,3-5 (without top and common)."
             ),
-            click.option("--ranks", type=Numbers(), help="Only these ranks."),
+            click.option("--ranks", type=numbers, help="Only these ranks."),
             click.option(
                 "--layout",
                 help=(

@@ -77,7 +77,6 @@ def progress_bar(what: str, unit: str = "B", hub: bool = False) -> Iterator[Prog
 
 
 def _hub_bars_off() -> bool:
-    # public: it is in an __all__ that is computed, which mypy does not follow
-    from huggingface_hub.utils import are_progress_bars_disabled  # type: ignore[attr-defined, unused-ignore]
+    from huggingface_hub.constants import HF_HUB_DISABLE_PROGRESS_BARS
 
-    return bool(are_progress_bars_disabled())
+    return HF_HUB_DISABLE_PROGRESS_BARS is True

@@ -11,7 +11,7 @@ import click
 from msgspec import Struct
 
 from marlin_convert.cli import output
-from marlin_convert.cli.options import Numbers, gigabytes, json_option
+from marlin_convert.cli.options import gigabytes, json_option, numbers
 from marlin_convert.documents.codec import write
 from marlin_convert.storage.files import machine_errors
 
@@ -37,15 +37,15 @@ KEPT = ("manifest.json", "digests.bin", "source/digests.bin", "source/config.jso
     is_flag=True,
     help="Run the Marlin MoE kernel on the shards instead; needs torch, and a GPU unless --device cpu.",
 )
-@click.option("--layers", type=Numbers(), help="With --kernel: only these layers.")
-@click.option("--ranks", type=Numbers(), help="With --kernel: only these ranks.")
-@click.option("--experts", type=Numbers(), help="With --kernel: only these experts.")
+@click.option("--layers", type=numbers, help="With --kernel: only these layers.")
+@click.option("--ranks", type=numbers, help="With --kernel: only these ranks.")
+@click.option("--experts", type=numbers, help="With --kernel: only these experts.")
 @click.option(
     "--sample", type=click.IntRange(1), help="With --kernel: only this many experts, spread evenly."
 )
 @click.option(
     "--tokens",
-    type=Numbers(),
+    type=numbers,
     default="1,9,90,330",
     show_default=True,
     help="With --kernel: token counts of the fused MoE; 0 for none.",

@@ -54,7 +54,7 @@ def functions() -> Functions:
     """Those of this machine. Raises MachineError where there is no CUDA driver or NUMBA_DISABLE_JIT is
     set.
     """
-    if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # numba makes its attributes from the environment
+    if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # numba sets it at run time
         raise MachineError(
             "NUMBA_DISABLE_JIT is set: what loads through pinned memory only runs compiled; unset it, or load"
             " by the path mapped"
