@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from marlin_convert.documents.fields import Count, OneOrMore, Seconds, Share, Text, about
+from marlin_convert.documents.fields import Count, Ep, OneOrMore, Seconds, Share, Text, Tp, about
 from marlin_convert.documents.provenance import StageTimes
 
 Rate = Annotated[float, Meta(ge=0)]
@@ -18,8 +18,8 @@ class ConversionSettings(Struct, frozen=True):
     layers: Annotated[Count, about("layers")]
     experts: Annotated[Count, about("experts of each")]
     rounds: Annotated[Count, about("rounds")]
-    tp: Annotated[Count, about("ranks in all")]
-    ep: Annotated[Count, about("groups of experts")]
+    tp: Tp
+    ep: Ep
 
 
 class ConversionMachine(Struct, frozen=True):
@@ -100,8 +100,8 @@ class KernelBench(Struct, frozen=True):
 
     layer: Annotated[Count, about("layer")]
     rank: Annotated[Count, about("rank")]
-    tp: Annotated[OneOrMore, about("ranks in all")]
-    ep: Annotated[OneOrMore, about("groups of experts")]
+    tp: Tp
+    ep: Ep
     experts: Annotated[OneOrMore, about("of the model")]
     local_experts: Annotated[OneOrMore, about("of this rank")]
     top_k: Annotated[OneOrMore, about("experts of a token")]
@@ -178,8 +178,8 @@ class LoadBench(Struct, frozen=True):
     """One rank to the GPU, against the limits of the machine."""
 
     rank: Annotated[Count, about("rank")]
-    tp: Annotated[Count, about("ranks in all")]
-    ep: Annotated[Count, about("groups of experts")]
+    tp: Tp
+    ep: Ep
     bytes: Annotated[Count, about("bytes of the rank's shards")]
     threads: Annotated[
         Count,

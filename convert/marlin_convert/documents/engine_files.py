@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from marlin_convert.documents.fields import Positive, Text, about
+from marlin_convert.documents.fields import Bits, GroupSize, LayoutId, Positive, Symmetric, Text, about
 from marlin_convert.storage.shard_file import FORMAT, FORMAT_VERSION
 
 
@@ -16,11 +16,11 @@ class QuantizationConfig(Struct, frozen=True):
     quant_method: Annotated[
         Text, about("so that no engine takes the weights for something else", enum=[FORMAT])
     ]
-    format: Annotated[Text, about("layout id", enum=["moe_wna16_marlin.u4b8"])]
+    format: Annotated[LayoutId, about("layout id")]
     format_version: Annotated[Positive, about("version of the format", enum=[FORMAT_VERSION])]
-    bits: Annotated[Positive, about("bits of a weight", enum=[4])]
-    group_size: Annotated[Positive, about("weights that share a scale", enum=[32, 64, 128])]
-    symmetric: Annotated[bool, about("no zero points", enum=[True])]
+    bits: Bits
+    group_size: GroupSize
+    symmetric: Symmetric
     modules: Annotated[Text, about("what is quantized", enum=["routed_experts"])]
 
 

@@ -19,7 +19,8 @@ def about(description: str, **schema: Any) -> Meta:
 #: sizes, offsets, counts: sums of a few of them stay in 64 bits
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Positive = Annotated[int, Meta(ge=1, lt=1 << 62)]
-Ranks = Annotated[int, Meta(ge=1, le=MAX_TP)]
+Tp = Annotated[int, Meta(ge=1, le=MAX_TP), about("ranks in all")]
+Ep = Annotated[int, Meta(ge=1, le=MAX_TP), about("groups of ranks that the routed experts are split over")]
 #: of reports, which are only written
 Count = Annotated[int, Meta(ge=0)]
 OneOrMore = Annotated[int, Meta(ge=1)]
@@ -49,6 +50,11 @@ TensorName = Annotated[str, Meta(min_length=1, max_length=127, pattern=r'^[^\\"]
 Dtype = Annotated[
     str, Meta(pattern="^(BOOL|U8|I8|F8_E4M3|F8_E5M2|I16|U16|F16|BF16|I32|U32|F32|I64|U64|F64)$")
 ]
+#: the values of this release; a reader goes by what stands there
+LayoutId = Annotated[Text, Meta(extra_json_schema={"enum": ["moe_wna16_marlin.u4b8"]})]
+Bits = Annotated[Positive, about("bits of a weight", enum=[4])]
+GroupSize = Annotated[Positive, about("weights that share a scale", enum=[32, 64, 128])]
+Symmetric = Annotated[bool, about("no zero points", enum=[True])]
 Shape = Annotated[tuple[Positive, ...], Meta(max_length=4)]
 Seconds = Annotated[float, Meta(ge=0)]
 #: a ratio, a mean or an error

@@ -39,13 +39,20 @@ class FileIdentity(Struct, frozen=True, omit_defaults=True):
         return None
 
 
+#: what is said of a source here, in the manifest and by plan
+Repo = Annotated[Text | None, about("the hub repository it came from")]
+Commit = Annotated[Text | None, about("its commit")]
+WeightFiles = Annotated[tuple[FileIdentity, ...], Meta(min_length=1), about("weight files in name order")]
+ConfigDigest = Annotated[Digest, about("xxh3-128 of the source's config.json")]
+
+
 class SourceIdentity(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """All weight files and config.json; repository and commit where they are known."""
 
-    repo: Annotated[Text | None, about("the hub repository it came from")] = None
-    revision: Annotated[Text | None, about("its commit")] = None
-    files: Annotated[tuple[FileIdentity, ...], Meta(min_length=1), about("weight files in name order")]
-    config: Annotated[Digest, about("xxh3-128 of the source's config.json")]
+    repo: Repo = None
+    revision: Commit = None
+    files: WeightFiles
+    config: ConfigDigest
 
     @property
     def id(self) -> str:

@@ -9,23 +9,28 @@ from msgspec import Meta, Struct, field
 
 from marlin_convert.documents.codec import Sealed, parse_json, seal_holds, typed
 from marlin_convert.documents.fields import (
+    Bits,
     Checks,
     Digest,
     Dtype,
+    Ep,
+    GroupSize,
+    LayoutId,
     Number,
     Offset,
     Positive,
-    Ranks,
     RelativePath,
     Shape,
     ShardPath,
     ShardSize,
+    Symmetric,
     TensorName,
     Text,
+    Tp,
     UnitName,
     about,
 )
-from marlin_convert.documents.identity import FileIdentity, SourceIdentity
+from marlin_convert.documents.identity import Commit, ConfigDigest, Repo, SourceIdentity, WeightFiles
 from marlin_convert.errors import OutputError, UsageError
 from marlin_convert.storage.files import MAX_DOCUMENT, read_small
 from marlin_convert.storage.shard_file import FORMAT, FORMAT_VERSION
@@ -34,10 +39,10 @@ from marlin_convert.storage.shard_file import FORMAT, FORMAT_VERSION
 class StoredLayout(Struct, frozen=True, omit_defaults=True):
     """How the words and scales of the stacked tensors are laid out."""
 
-    id: Annotated[Text, about("how words and scales are laid out", enum=["moe_wna16_marlin.u4b8"])]
-    num_bits: Annotated[Positive, about("bits of a weight", enum=[4])]
-    group_size: Annotated[Positive, about("weights that share a scale", enum=[32, 64, 128])]
-    symmetric: Annotated[bool, about("no zero points", enum=[True])]
+    id: Annotated[LayoutId, about("how words and scales are laid out")]
+    num_bits: Bits
+    group_size: GroupSize
+    symmetric: Symmetric
     b_q_type: Annotated[
         str | None, about("the kernel's name of the weight type, where a kernel has one", enum=["uint4b8"])
     ] = None
@@ -50,10 +55,10 @@ class ManifestSource(Struct, frozen=True, kw_only=True, omit_defaults=True):
     id: Annotated[Digest, about("stands for the source in every shard's header")]
     tensors: Annotated[Positive, about("tensors of the source")]
     payload_bytes: Annotated[Positive, about("bytes of all of them")]
-    repo: Annotated[Text | None, about("the hub repository it came from")] = None
-    revision: Annotated[Text | None, about("its commit")] = None
-    files: Annotated[tuple[FileIdentity, ...], Meta(min_length=1), about("weight files in name order")]
-    config: Annotated[Digest, about("xxh3-128 of the source's config.json")]
+    repo: Repo = None
+    revision: Commit = None
+    files: WeightFiles
+    config: ConfigDigest
     quantization_config_at: Annotated[
         str,
         about(
@@ -76,14 +81,17 @@ class Padding(Struct, frozen=True):
     padded: Annotated[int, Meta(ge=64, lt=1 << 62, multiple_of=64), about("what it is padded to with zeros")]
 
 
+OptionalPadding = Annotated[Padding | None, about("zeros at the end of each expert's slice, or null")]
+
+
 class Parallel(Struct, frozen=True):
     """How the model is split."""
 
-    tp: Annotated[Ranks, about("ranks in all")]
-    ep: Annotated[Ranks, about("groups of ranks that the routed experts are split over")]
+    tp: Tp
+    ep: Ep
     moe_tp: Annotated[Positive, about("tp / ep: slices of one expert", maximum=64)]
     rules: Annotated[Digest, about("xxh3-128 of the JSON of the rules")]
-    padding: Annotated[Padding | None, about("zeros at the end of each expert's slice, or null")]
+    padding: OptionalPadding
 
     def __post_init__(self) -> None:
         if self.tp % self.ep:

@@ -9,6 +9,7 @@ from msgspec import Meta, Struct
 from marlin_convert.documents.fields import (
     Count,
     Dtype,
+    Ep,
     Offset,
     OneOrMore,
     Shape,
@@ -16,10 +17,12 @@ from marlin_convert.documents.fields import (
     ShardSize,
     TensorName,
     Text,
+    Tp,
     UnitName,
     about,
 )
-from marlin_convert.documents.manifest import Padding
+from marlin_convert.documents.identity import Commit, Repo
+from marlin_convert.documents.manifest import OptionalPadding
 
 
 class PlanSource(Struct, frozen=True, omit_defaults=True):
@@ -32,8 +35,8 @@ class PlanSource(Struct, frozen=True, omit_defaults=True):
     quantization_config_at: Annotated[
         str, about("section of config.json with the quantization_config", enum=["", "text_config"])
     ]
-    repo: Annotated[Text | None, about("hub repository")] = None
-    revision: Annotated[Text | None, about("its commit")] = None
+    repo: Repo = None
+    revision: Commit = None
 
 
 class PlanBytes(Struct, frozen=True, omit_defaults=True):
@@ -88,13 +91,13 @@ class Plan(Struct, frozen=True):
 
     source: Annotated[PlanSource, about("the checkpoint")]
     layout: Annotated[Text, about("layout of the stacked tensors")]
-    tp: Annotated[OneOrMore, about("ranks in all")]
-    ep: Annotated[OneOrMore, about("groups the routed experts are split over")]
+    tp: Tp
+    ep: Ep
     moe_tp: Annotated[OneOrMore, about("slices of one expert")]
     ranks: Annotated[tuple[Count, ...], about("ranks that would be made", uniqueItems=True)]
     layers: Annotated[tuple[Count, ...], about("layers that would be made", uniqueItems=True)]
     complete: Annotated[bool, about("whether that is all there is")]
-    padding: Annotated[Padding | None, about("zeros at the end of each expert's slice, or null")]
+    padding: OptionalPadding
     bytes: Annotated[PlanBytes, about("sizes")]
     resources: Annotated[PlanResources, about("what convert would take of this machine")]
     units: Annotated[tuple[PlanUnit, ...], Meta(min_length=1), about("what each unit's files hold")]

@@ -10,11 +10,13 @@ from marlin_convert.documents.codec import read, write
 from marlin_convert.documents.fields import (
     Checks,
     Digest,
+    Ep,
     Number,
     Positive,
     RelativePath,
     TensorName,
     Text,
+    Tp,
     UnitName,
     about,
 )
@@ -29,8 +31,8 @@ class JobOptions(Struct, frozen=True):
     format_version: Annotated[Positive, about("version of the format", enum=[1])]
     layout: Annotated[Text, about("layout id")]
     rules: Annotated[Digest, about("xxh3-128 of the rule table")]
-    tp: Annotated[Positive, about("ranks in all")]
-    ep: Annotated[Positive, about("groups of experts")]
+    tp: Tp
+    ep: Ep
     ranks: Annotated[tuple[Number, ...], about("ranks asked for", uniqueItems=True)]
     layers: Annotated[tuple[Number, ...], about("layers asked for", uniqueItems=True)]
     complete: Annotated[bool, about("whether that is all")]

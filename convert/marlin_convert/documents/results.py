@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct, field
 
-from marlin_convert.documents.fields import Count, OneOrMore, Seconds, Text, about
+from marlin_convert.documents.fields import Count, Ep, OneOrMore, Seconds, Text, Tp, about
 from marlin_convert.documents.provenance import StageTimes
 
 
@@ -44,8 +44,8 @@ class InspectedFolder(Struct, frozen=True):
 
     layout: Annotated[Text, about("layout of the stacked tensors")]
     group_size: Annotated[OneOrMore, about("weights that share a scale")]
-    tp: Annotated[OneOrMore, about("ranks in all")]
-    ep: Annotated[OneOrMore, about("groups of experts")]
+    tp: Tp
+    ep: Ep
     ranks: Annotated[Text, about("how many of how many ranks are here")]
     complete: Annotated[bool, about("whether all of the model is here")]
     checks: Annotated[Text, about("none, exact or kernel")] = field(name="checks while converting")
