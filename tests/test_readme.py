@@ -1,60 +1,316 @@
-"""The README's commands do what they say: those that need neither GPU nor hub are run, in order, on a small
-checkpoint in the place of K2.6.
+"""README.md and the pages of docs/ do what they say: the commands that need neither GPU nor hub are run, in
+order, on a small checkpoint in the place of K2.6, the others are parsed; numbers are held to the program,
+links to files.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
+import click
 import pytest
 
+import marlin_convert
 from checkpoints import make_small
+from marlin_convert import errors
+from marlin_convert.checkpoint.source import Source
 from marlin_convert.cli import cli, run
+from marlin_convert.cli.bench_kernel import HEADER
 from marlin_convert.planning.output_plan import OutputPlan
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+#: what is held to the program
+PAGES = [README, *DOCS]
+#: all that is meant to be read
+EVERY_PAGE = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(p for f in ("docs", "schemas", "examples", "tests") for p in (ROOT / f).rglob("*.md")),
+    ]
+)
+SHELL = {"marlin-convert", "make", "pip", "python", "cmake", "hf"}
+
+
+def name_of(page: Path) -> str:
+    """How a page is called in this repository."""
+    return str(page.relative_to(ROOT))
+
+
+def section(page: Path, title: str) -> str:
+    """What stands below a heading of the second level."""
+    return page.read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def blocks(text: str) -> list[str]:
+    """The indented blocks: commands, Python, figures. Empty lines do not end one."""
+    found = re.findall(r"(?:^    .*\n|^\n(?=    ))+", text + "\n", re.MULTILINE)
+    return [re.sub(r"^    ", "", block, flags=re.MULTILINE).strip("\n") for block in found]
+
+
+def shell_lines(text: str) -> Iterator[list[str]]:
+    """The words of each command in the blocks, without comments."""
+    for block in blocks(text):
+        for line in block.split("\n"):
+            if block.split()[0] in SHELL or line.split(" ")[0] in SHELL:
+                for part in line.split(" && "):
+                    if words := shlex.split(part, comments=True):
+                        yield words
+
+
+def python_blocks(page: Path) -> list[str]:
+    """The blocks of Python."""
+    return [block for block in blocks(page.read_text()) if block.startswith("from ")]
+
+
+def inline(page: Path) -> list[str]:
+    """What stands between backticks."""
+    return re.findall(r"`([^`\n]+)`", page.read_text())
 
 
 def commands() -> list[list[str]]:
-    """The marlin-convert lines of the section on the job, without their comments."""
-    section = README.read_text().split("## The job")[1].split("##")[0]
-    lines = re.findall(r"^    (marlin-convert .*)$", section, re.MULTILINE)
-    return [shlex.split(line, comments=True)[1:] for line in lines]
+    """The marlin-convert lines of the README's section on the job."""
+    return [words[1:] for words in shell_lines(section(README, "The job")) if words[0] == "marlin-convert"]
 
 
-def test_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def parse(words: list[str]) -> None:
+    """Read a command line as the program does, and do nothing. Raises click.UsageError."""
+    command: click.Command | None = cli
+    context = click.Context(cli, info_name="marlin-convert")
+    while isinstance(command, click.Group):
+        command = command.get_command(context, words[0])
+        words = words[1:]
+    assert command is not None
+    command.make_context(command.name, list(words), parent=context)
+
+
+def every_command(group: click.Group) -> Iterator[click.Command]:
+    """All commands of the program."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        yield command
+        if isinstance(command, click.Group):
+            yield from every_command(command)
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which the README's commands were run."""
     make_small(tmp_path / "Kimi-K2.6", layers=2, experts=4)
     monkeypatch.chdir(tmp_path)
-    run_lines = commands()
-    assert [line[0] for line in run_lines] == ["doctor", "plan", "convert", "verify", "verify", "inspect"]
-    for line in run_lines:
+    for line in commands():
         assert run(line) == 0, line
-    assert (tmp_path / "k26-tp8" / "rank-07-of-08" / "top.safetensors").exists()
+    return tmp_path
 
 
-def test_every_command_named_anywhere_exists() -> None:
-    words = re.findall(r"marlin-convert ([a-z]+)(?: ([a-z]+))?", README.read_text())
+def test_the_job(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    order = ["doctor", "plan", "convert", "verify", "verify", "inspect"]
+    assert [line[0] for line in commands()] == order
+    assert (job / "k26-tp8" / "rank-07-of-08" / "top.safetensors").exists()
+    # what docs/converting.md says of publishing
+    (job / "k26-tp8" / "provenance.json").unlink()
+    for line in commands():
+        capsys.readouterr()
+        assert run(line) == 0, line
+        if line[0] == "verify":
+            assert capsys.readouterr().out.startswith("exact: ")
+    assert not (job / "k26-tp8" / "provenance.json").exists()
+
+
+def test_the_python(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setattr(marlin_convert, "load_rank", partial(marlin_convert.load_rank, device="cpu"))
+    found = [(page, block) for page in PAGES for block in python_blocks(page)]
+    assert len(found) == 2
+    for page, block in found:
+        exec(compile(block, page.name, "exec"), {})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_command_named_anywhere_exists(page: Path) -> None:
+    words = re.findall(r"marlin-convert ([a-z]+)(?: ([a-z]+))?", page.read_text())
     known = set(cli.list_commands(None))  # type: ignore[arg-type]
     assert {verb for verb, _ in words} <= known
     benches = {name for verb, name in words if verb == "bench" and name}
     assert benches <= {"layout", "convert", "kernel", "load"}
 
 
-def test_the_numbers_of_full_size(full_plan: Callable[[int, int], OutputPlan]) -> None:
-    """What the README says of K2.6 is what is planned for the stand-in."""
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_command_line_is_one(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("Kimi-K2.6", "k26-tp8"):
+        (tmp_path / folder).mkdir()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for first, *words in shell_lines(page.read_text()):
+        match first:
+            case "marlin-convert":
+                parse(words)
+            case "make":
+                assert set(words) <= targets
+            case "python":
+                assert (ROOT / words[0]).is_file(), words
+            case "cmake" if words[0] == "-S":
+                assert (ROOT / words[1] / "CMakeLists.txt").is_file(), words
+            case "hf":
+                assert words[0] in {"upload", "upload-large-folder"}
+            case "cmake" | "pip":  # what is built and installed; extras are looked at below
+                assert words[0] in {"--build", "install"}
+            case _:
+                assert first == "build/shard_info"
+    for text in [*inline(page), *blocks(page.read_text())]:
+        assert set(re.findall(r"'\.\[([a-z-]+)\]'", text)) <= set(extras)
+        if re.fullmatch(r"make [a-z-]+", text):
+            assert text.split()[1] in targets
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_option_exists(page: Path) -> None:
+    commands = [cli, *every_command(cli)]
+    options = {name for c in commands for p in c.params for name in (*p.opts, *p.secondary_opts)}
+    named = {option for text in inline(page) for option in re.findall(r"--[a-z][a-z-]*", text)}
+    assert named - {"--help"} <= options
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)
+def test_every_file_named_exists(page: Path) -> None:
+    folders = ("tests", "examples", "docs", "schemas", "convert")
+    for text in inline(page):
+        if re.fullmatch(r"[\w./-]+", text) and (
+            text.split("/")[0] in folders or re.search(r"/\w+\.py$", text)
+        ):
+            places = [ROOT / text, ROOT / "convert" / "marlin_convert" / text]
+            assert any(place.exists() for place in places), text
+
+
+def slugs(page: Path) -> set[str]:
+    """What links to headings of a page are called."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=name_of)
+def test_links_lead_to_files(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if link.startswith("https://"):
+            continue
+        path, _, heading = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert target.is_relative_to(ROOT), link
+        assert not heading or heading in slugs(target), link
+
+
+def test_the_readme_is_short_and_leads_to_every_page() -> None:
     text = README.read_text()
+    assert len(text.split()) <= 700
+    for page in [*DOCS, *(ROOT / "schemas").glob("*.md"), *ROOT.glob("*.md")]:
+        assert page == README or f"]({name_of(page)})" in text
+
+
+def test_the_numbers_of_full_size(full_plan: Callable[[int, int], OutputPlan], full_size: Source) -> None:
+    """What is said of K2.6 is what is planned for the stand-in."""
+    text, converting = README.read_text(), (ROOT / "docs" / "converting.md").read_text()
     for tp, ep, row in (
         (8, 1, "`--tp 8`"),
         (8, 8, "`--tp 8 --ep 8`"),
         (16, 1, "`--tp 16`"),
         (32, 1, "`--tp 32`"),
+        (64, 1, "`--tp 64`"),
     ):
         output = full_plan(tp, ep)
-        line = next(line for line in text.splitlines() if line.startswith(f"| {row} |"))
-        assert f"{output.rank_bytes() / 1e9:.1f} GB" in line
-        assert f"{output.total_bytes / 1e9:.0f} GB" in line
+        line = next(line for line in converting.splitlines() if line.startswith(f"| {row} |"))
+        rank, total = f"{output.rank_bytes() / 1e9:.1f} GB", f"{output.total_bytes / 1e9:.0f} GB"
+        assert line.startswith(f"| {row} | {len(output.ranks)} | {output.experts // ep} | ")
+        assert line.endswith(f" | {rank} | {total} |")
         if (tp, ep) == (8, 1):
-            assert f"{sum(len(unit.ranks) for unit in output.units)} shard files" in text
+            files = f"{sum(len(unit.ranks) for unit in output.units)} shard files"
+            assert f"| output | {total} in {files}, {rank} for each GPU |" in text
+            w13 = next(
+                tensor.spec.shape
+                for tensor in output.units[1].files.tensors
+                if tensor.spec.name.endswith(".w13_weight_packed")
+            )
+            assert f"# int32 {list(w13)}" in (ROOT / "docs" / "loading.md").read_text()
+    tensors, weights = f"{len(full_size.tensors):,}", len(full_size.headers)
+    assert f"| source | {full_size.payload_bytes / 1e9:.0f} GB, {tensors} tensors |" in text
+    assert f"the {weights} weight files" in text
+    assert f"The {weights} files of K2.6 have {full_size.payload_bytes:,} bytes" in converting
+    assert f"Every one of the {tensors} is" in re.sub(r"\s+", " ", converting)
+
+
+def test_the_hours(full_plan: Callable[[int, int], OutputPlan], full_size: Source) -> None:
+    """They are sizes over rates."""
+
+    def hours(size: float, rate: float) -> str:
+        return f"{size / rate / 3600:.1f}"
+
+    source, output, text = full_size.payload_bytes, full_plan(8, 1).total_bytes, README.read_text()
+    assert f"{hours(source, 200e6)} hours where `cp` makes 200 MB/s, {hours(source, 500e6)} at 500" in text
+    assert f"{hours(output, 200e6)} hours at 200 MB/s, {hours(output, 0.43e9)} on 2 cores" in text
+    assert "s (3 runs, with other work on the machine): 0.43 GB/s" in performance()
+    assert f"{hours(source * 8, 1e9)} hours at 1 Gbit/s" in text
+    assert f"disk | both, {(source + output) / 1e12:.2f} TB;" in text
+
+
+def performance() -> str:
+    """The page of measurements, in one line."""
+    return re.sub(r"\s+", " ", (ROOT / "docs" / "performance.md").read_text())
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of the tables."""
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"
+    ]
+
+
+def test_what_the_readme_says_was_measured() -> None:
+    """It is in the tables of docs/performance.md."""
+    page, text = ROOT / "docs" / "performance.md", re.sub(r"\s+", " ", README.read_text())
+    loading = rows(section(page, "Loading"))
+    ours, engines = (next(row for row in loading if what in row[0]) for what in ("`load_rank`", "engines do"))
+    seconds = [cell.split(" s")[0] for row in (ours, engines) for cell in (row[1], row[3])]
+    said = "{0} s instead of {2} s from the page cache, and in {1} s instead of {3} s from the disk"
+    assert said.format(*seconds) in text
+    warm, cold = (re.findall(r"\*\*([\d.]+) x\*\*", engines[column])[0] for column in (2, 4))
+    assert f"ep 8 the gain is less, {warm} times and {cold} times" in text
+    measured = [
+        row
+        for row in rows(section(page, "Converting"))
+        if len(row) == 7 and row[3].startswith(tuple("123456789"))
+    ]
+    ratios = [re.findall(r"\d\.\d\d", row[5])[-1] for row in measured]
+    assert f"{min(ratios)} to {max(ratios)} of the time of `cp`" in text
+    peaks = [float(row[6].removesuffix(" GiB")) for row in measured]
+    assert f"{max(peaks[:3]):.1f} GiB at its peak on 2 cores, {max(peaks[3:]):.1f} GiB on 16" in text
+
+
+def test_the_columns_of_bench_kernel() -> None:
+    """Those of the table and those it leaves out are what the program prints."""
+    text = section(ROOT / "docs" / "performance.md", "The kernel")
+    columns, left_out = rows(text)[0][1:], re.sub(r"\s+", " ", text).split("The program also prints ")[1]
+    rest = re.findall(r"`([^`]+)`", left_out.split(". ")[0])
+    assert columns == [name for name in HEADER if name in columns]
+    assert sorted([*columns, *rest]) == sorted(HEADER)
+
+
+def test_exit_codes() -> None:
+    table = dict(rows(section(ROOT / "docs" / "converting.md", "Exit codes"))[2:])
+    said = {
+        errors.OutputError: "something in OUT is wrong",
+        errors.UsageError: "usage",
+        errors.SourceError: "the source",
+        errors.MachineError: "disk, network or machine failed",
+    }
+    for error, words in said.items():
+        assert table[str(error.exit_code)].startswith(words)
+    assert table.keys() == {"0", *(str(error.exit_code) for error in said), "130, 143"}

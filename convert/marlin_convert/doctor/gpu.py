@@ -94,7 +94,8 @@ def find_providers(found: Torch) -> tuple[ProviderReport, ...]:
 def advice(found: Torch, driver: Driver) -> str:
     """What to install so that the kernel loads; empty where there is neither a GPU nor torch for one.
 
-    A fresh environment gets a torch that fits; which sglang goes with a torch that is there, README says.
+    A fresh environment gets a torch that fits; which sglang goes with a torch that is there, docs/checks.md
+    says.
     """
     cuda = found.cuda or driver.cuda
     if cuda is None:
