@@ -75,6 +75,7 @@ def test_sdist_has_sources_tests_and_schemas(built: Path) -> None:
         "README.md",
         "LICENSE",
         "CHANGELOG.md",
+        "docs/converting.md",
         "Makefile",
         "tests/support/oracle.py",
         "examples/make_checkpoint.py",
