@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -182,14 +183,14 @@ def test_two_cores_of_many_and_little_memory() -> None:
         ({"space": Limit(2 * GIB, "ulimit -v")}, Limit(3, "ulimit -v")),
     ],
 )
-def test_threads_stay_below_every_limit(limit: dict[str, Limit], threads: Limit) -> None:
-    assert allow(replace(FREE, **limit), ranks=4).threads == threads  # type: ignore[arg-type]
+def test_threads_stay_below_every_limit(limit: dict[str, Any], threads: Limit) -> None:
+    assert allow(replace(FREE, **limit), ranks=4).threads == threads
 
 
 @pytest.mark.parametrize("limit", ["memory", "space"])
 def test_memory_for_a_single_step_is_taken_in_any_case(limit: str) -> None:
-    scarce: dict[str, Limit] = {limit: Limit(100 * MIB, "a limit")}
-    allowed = allow(replace(FREE, **scarce))  # type: ignore[arg-type]
+    scarce: dict[str, Any] = {limit: Limit(100 * MIB, "a limit")}
+    allowed = allow(replace(FREE, **scarce))
     assert allowed.memory == Limit(64 * MIB, "a limit")
 
 

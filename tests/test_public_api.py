@@ -37,7 +37,7 @@ def test_every_public_name_can_be_had_and_is_seen() -> None:
     assert marlin_convert.OutputError is errors.OutputError
     assert marlin_convert.__version__ == "0.2.0.dev0"
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
-        marlin_convert.nonsense  # noqa: B018
+        marlin_convert.nonsense  # noqa: B018  # asking for it is the test
 
 
 def test_help_shows_every_function_with_its_parameters() -> None:

@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from marlin_convert.checkpoint.fetcher import HubFetcher, sweep
+from marlin_convert.checkpoint.hub import HubStore
 from marlin_convert.checkpoint.hub_files import HubOptions
 from marlin_convert.errors import MachineError, SourceError
 
@@ -53,7 +54,7 @@ def hub_fetcher(
 ) -> HubFetcher:
     # the store is a stand-in with the few methods that are used
     files = {unit: tuple(files) for unit, files in needed.items()}
-    return HubFetcher(store, files, folder / "staging", progress, look_ahead)  # type: ignore[arg-type]
+    return HubFetcher(cast(HubStore, store), files, folder / "staging", progress, look_ahead)
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -153,7 +154,7 @@ def test_a_file_that_is_touched(tmp_path: Path) -> None:
         fetcher.check("1")
 
 
-def test_progress_of_a_download_that_begins_again(tmp_path: Path) -> None:
+def test_progress_of_a_download_that_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, told = Store("ab"), []
 
     def fetch(name: str, staging: Path, received: Callable[[int], None]) -> Path:
@@ -161,7 +162,7 @@ def test_progress_of_a_download_that_begins_again(tmp_path: Path) -> None:
             received(size)
         return tmp_path
 
-    store.fetch = fetch  # type: ignore[method-assign]
+    monkeypatch.setattr(store, "fetch", fetch)
     store.options = HubOptions(free_source=True, max_workers=1)
     for file in store.files.values():
         file.size = 10

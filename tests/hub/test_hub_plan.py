@@ -44,7 +44,9 @@ def test_ranges_only(run: Run, published: Published) -> None:
     ]
     assert asked
     for request in asked:
-        begin, end = map(int, re.fullmatch(r"bytes=(\d+)-(\d+)", request.headers["range"]).groups())  # type: ignore[union-attr]
+        found = re.fullmatch(r"bytes=(\d+)-(\d+)", request.headers["range"])
+        assert found is not None
+        begin, end = map(int, found.groups())
         assert end - begin < 1 << 20
     assert published.fetched() == []
 

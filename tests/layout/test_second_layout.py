@@ -97,7 +97,7 @@ def test_the_kernel_is_not_asked_to_read_it(tiny: Checkpoint, tmp_path: Path, co
 def test_another_layout_does_not_continue(tiny: Checkpoint, tmp_path: Path) -> None:
     convert(str(tiny.folder), tmp_path / "out", tp=2, layout="toy.n_major", threads=2)
     with pytest.raises(
-        UsageError, match=r"was made with layout toy\.n_major, now asked for moe_wna16_marlin"
+        UsageError, match=r"was made with layout toy\.n_major, now asked for layout moe_wna16_marlin"
     ):
         convert(str(tiny.folder), tmp_path / "out", tp=2, threads=2)
 

@@ -91,5 +91,7 @@ except ValueError as error:
     ],
 )
 def test_patterns_that_backtrack_end(pattern: str) -> None:
-    limit = lambda: resource.setrlimit(resource.RLIMIT_CPU, (60, 60))  # noqa: E731
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+
     subprocess.run([sys.executable, "-c", HOSTILE, pattern], check=True, preexec_fn=limit)

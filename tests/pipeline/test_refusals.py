@@ -420,11 +420,17 @@ def begun(
 
 
 OTHER_OPTIONS: dict[str, tuple[tuple[object, ...], str]] = {
-    "tp": (("--tp", 4), "tp 2, now asked for 4"),
-    "ep": (("--tp", 2, "--ep", 2), "ep 1, now asked for 2"),
-    "ranks": (("--tp", 2, "--ranks", 0), "ranks [0, 1], now asked for [0]"),
-    "layers": (("--tp", 2, "--layers", "0-1"), "layers 0-2, now asked for [0, 1]"),
-    "all layers but nothing else": (("--tp", 2, "--layers", "0-2"), "complete True, now asked for False"),
+    "tp": (("--tp", 4), "tp 2, ranks 0-1, now asked for tp 4, ranks 0-3"),
+    "ep": (("--tp", 2, "--ep", 2), "ep 1, now asked for ep 2"),
+    "ranks": (("--tp", 2, "--ranks", 0), "ranks 0-1, complete True, now asked for ranks 0, complete False"),
+    "layers": (
+        ("--tp", 2, "--layers", "0-1"),
+        "layers 0-2, complete True, now asked for layers 0-1, complete False",
+    ),
+    "all layers but nothing else": (
+        ("--tp", 2, "--layers", "0-2"),
+        "complete True, now asked for complete False",
+    ),
 }
 
 
@@ -439,7 +445,7 @@ def test_other_proof_on_an_unfinished_one(
     assert forks.run("convert", tiny.folder, out, "--tp", 2, "--threads", 1, fault=fault).code == -9
     code, _, stderr = command("convert", tiny.folder, out, "--tp", 2, "--verify", "none")
     assert code == 2
-    assert f"{out} was made with verify exact, now asked for none" in stderr
+    assert f"{out} was begun with verify exact, now asked for verify none" in stderr
 
 
 @pytest.mark.parametrize("what", OTHER_OPTIONS)
@@ -448,7 +454,7 @@ def test_other_options(tiny: Checkpoint, begun: Path, command: Command, what: st
     before = trees.tree(begun, without=())
     code, _, stderr = command("convert", tiny.folder, begun, *options)
     assert code == 2
-    assert f"{begun} was made with {words}" in stderr
+    assert f"{begun} was {'begun' if (begun / '.work').exists() else 'made'} with {words}" in stderr
     assert "--overwrite" in stderr
     assert trees.tree(begun, without=()) == before
 

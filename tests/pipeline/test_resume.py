@@ -15,7 +15,8 @@ from marlin_convert.checkpoint.source import open_source
 from marlin_convert.documents.manifest import Manifest, read_manifest
 from marlin_convert.documents.records import JobRecord
 from marlin_convert.errors import OutputError, SourceError, UsageError
-from marlin_convert.pipeline.resume import Action, Decision, OutState, Request, decide, observe
+from marlin_convert.pipeline.out_state import OutState, observe
+from marlin_convert.pipeline.resume import Action, Decision, Request, decide
 from marlin_convert.pipeline.target import Target
 from marlin_convert.pipeline.work_folder import WorkFolder
 from marlin_convert.planning.output_plan import Options, plan_output
@@ -92,14 +93,16 @@ def test_only_the_attributes_of_a_source_file_changed(target: Target, records: b
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"tp": 4}, "was made with tp 4, now asked for 2"),
-        ({"ep": 2}, "was made with ep 2, now asked for 1"),
-        ({"layout": "toy"}, "was made with layout toy, now asked for moe_wna16_marlin.u4b8"),
-        ({"ranks": (0,)}, r"was made with ranks \[0\], now asked for \[0, 1\]"),
-        ({"layers": (0, 1)}, r"was made with layers \[0, 1\], now asked for 0-2"),
-        ({"complete": False}, "was made with complete False, now asked for True"),
-        ({"verify": "none"}, "was made with verify none, now asked for exact"),
-        ({"rules": "0" * 32}, "was made with rules 0{32}, now asked for"),
+        ({"tp": 4}, "was begun with tp 4, now asked for tp 2"),
+        ({"ep": 2}, "was begun with ep 2, now asked for ep 1"),
+        ({"layout": "toy"}, "was begun with layout toy, now asked for layout moe_wna16_marlin.u4b8"),
+        ({"ranks": (0,)}, "was begun with ranks 0, now asked for ranks 0-1"),
+        ({"layers": (0, 1)}, "was begun with layers 0-1, now asked for layers 0-2"),
+        ({"complete": False}, "was begun with complete False, now asked for complete True"),
+        ({"verify": "none"}, "was begun with verify none, now asked for verify exact"),
+        ({"tp": 4, "ep": 2}, "was begun with tp 4, ep 2, now asked for tp 2, ep 1"),
+        ({"ranks": (0, 2, 3, 4)}, "was begun with ranks 0,2-4, now asked for ranks 0-1"),
+        ({"rules": "0" * 32}, "was begun with rules 0{32}, now asked for rules"),
     ],
 )
 def test_another_job_was_begun(target: Target, options: dict[str, Any], said: str) -> None:

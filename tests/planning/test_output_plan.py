@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -224,7 +225,7 @@ def test_layers_that_are_alike_are_told_once(sparse: Sparse) -> None:
 
 
 def test_packed_modules_on_the_ignore_list_are_noted(sparse: Sparse) -> None:
-    def ignore_experts(config: dict) -> None:  # type: ignore[type-arg]
+    def ignore_experts(config: dict[str, Any]) -> None:
         config["text_config"]["quantization_config"]["ignore"].append("re:.*experts.3.up_proj")
 
     (note,) = plan(str(sparse(config=ignore_experts).folder), tp=1).notes
@@ -235,7 +236,7 @@ def test_packed_modules_on_the_ignore_list_are_noted(sparse: Sparse) -> None:
 
 
 def test_where_weight_shape_is_wide(sparse: Sparse) -> None:
-    def widen(files: list) -> None:  # type: ignore[type-arg]
+    def widen(files: list[list[Any]]) -> None:
         for file in files:
             file[:] = [
                 replace(tensor, dtype="I64") if tensor.name.endswith("weight_shape") else tensor

@@ -28,7 +28,7 @@ def _struct(node: inspect.StructType, fixed: dict[str, st.SearchStrategy[Any]]) 
     return st.builds(node.cls, **fields)
 
 
-def _any(node: inspect.Type) -> st.SearchStrategy[Any]:  # noqa: PLR0912
+def _any(node: inspect.Type) -> st.SearchStrategy[Any]:  # noqa: PLR0912  # a branch for each kind
     match node:
         case inspect.Metadata():
             return _any(node.type)

@@ -79,8 +79,10 @@ def needed_files(store: HubStore, include: Sequence[str], exclude: Sequence[str]
     """Weights, index, configuration and the small files that are copied; of these, those that the patterns
     choose. Raises SourceError for none.
     """
-    # public: it is in an __all__ that is computed, which mypy does not follow
-    from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined, unused-ignore]
+    # public, but in an __all__ that is computed, which mypy does not follow in each release
+    from huggingface_hub.utils import (  # type: ignore[attr-defined, unused-ignore]
+        filter_repo_objects,
+    )
 
     small = [name for name in ("config.json", INDEX_NAME, "README.md") if name in store.files]
     every = [*small, *auxiliary_files(store.names())[0], *weight_names(store.files)]

@@ -106,8 +106,12 @@ class HubFiles:
     def _read_once(self, file: HubFile, part: range | None) -> bytes:
         from huggingface_hub import constants, hf_hub_url
 
-        # public: it is in an __all__ that is computed, which mypy does not follow
-        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff  # type: ignore[attr-defined, unused-ignore]
+        # public, but in an __all__ that is computed, which mypy does not follow in each release
+        from huggingface_hub.utils import (  # type: ignore[attr-defined, unused-ignore]
+            build_hf_headers,
+            hf_raise_for_status,
+            http_stream_backoff,
+        )
 
         url = hf_hub_url(self.repo, file.name, revision=self.commit)
         headers = build_hf_headers(token=self.options.token) | {"Accept-Encoding": "identity"}
@@ -137,7 +141,7 @@ class HubFiles:
 
         bars: list[Any] = []
 
-        # tqdm has no types of its own
+        # tqdm has no types of its own, and its stubs, where they are installed, make it generic
         class Bar(tqdm):  # type: ignore[type-arg, misc, unused-ignore]
             """Shows nothing, passes bytes on. Xet has two bars, of what has come and of what is written."""
 

@@ -48,6 +48,17 @@ def swap(a: Any, b: Any, mask: Any, width: Any) -> Any:
 
 
 @inline
+def four_rows(flat: Any, at: int, stride: int, count: int) -> Any:
+    """`count` elements of each of the rows 0, 8, 16 and 24 from flat[at] on."""
+    return (
+        flat[at : at + count],
+        flat[at + 8 * stride : at + 8 * stride + count],
+        flat[at + 16 * stride : at + 16 * stride + count],
+        flat[at + 24 * stride : at + 24 * stride + count],
+    )
+
+
+@inline
 def _mix(n0: Any, n8: Any, n16: Any, n24: Any) -> Any:
     """Rows n, n+8 (a warp) and n+16, n+24 (the next) of one k-tile -> the words j = 0..3, the next warp's in
     the high 32 bits.
@@ -87,10 +98,7 @@ def _block_to_words(source: Any, base: int, stride: int, run: int, words: Any) -
     for col in range(8):
         for half in range(2):  # warps 2*half and 2*half + 1 share a 64-bit word
             row = base + (32 * half + col) * stride
-            n0 = source[row : row + run]
-            n8 = source[row + 8 * stride : row + 8 * stride + run]
-            n16 = source[row + 16 * stride : row + 16 * stride + run]
-            n24 = source[row + 24 * stride : row + 24 * stride + run]
+            n0, n8, n16, n24 = four_rows(source, row, stride, run)
             i = 8 * col + half
             for k in range(run):
                 words[i, k], words[i + 2, k], words[i + 4, k], words[i + 6, k] = _mix(
@@ -104,10 +112,7 @@ def _words_to_block(words: Any, run: int, source: Any, base: int, stride: int) -
     for col in range(8):
         for half in range(2):
             row = base + (32 * half + col) * stride
-            n0 = source[row : row + run]
-            n8 = source[row + 8 * stride : row + 8 * stride + run]
-            n16 = source[row + 16 * stride : row + 16 * stride + run]
-            n24 = source[row + 24 * stride : row + 24 * stride + run]
+            n0, n8, n16, n24 = four_rows(source, row, stride, run)
             i = 8 * col + half
             for k in range(run):
                 n0[k], n8[k], n16[k], n24[k] = _unmix(
@@ -131,10 +136,7 @@ def _block_differs(words: Any, source: Any, base: int, stride: int, run: int) ->
     for col in range(8):
         for half in range(2):
             row = base + (32 * half + col) * stride
-            n0 = source[row : row + run]
-            n8 = source[row + 8 * stride : row + 8 * stride + run]
-            n16 = source[row + 16 * stride : row + 16 * stride + run]
-            n24 = source[row + 24 * stride : row + 24 * stride + run]
+            n0, n8, n16, n24 = four_rows(source, row, stride, run)
             i = 8 * col + half
             for k in range(run):
                 m0, m8, m16, m24 = _unmix(words[i, k], words[i + 2, k], words[i + 4, k], words[i + 6, k])

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from marlin_convert.layout.jit import inline, jit
-from marlin_convert.layout.qweight import Table, swap
+from marlin_convert.layout.qweight import Table, four_rows, swap
 from marlin_convert.layout.rows import RowView
 
 Flat64 = npt.NDArray[np.uint64]
@@ -81,17 +81,13 @@ def pack_scale_words(source: RowView, marlin: RowView) -> None:
     [4 * quads, size_n / 4].
     """
     words = np.empty((64, RUN + 2), np.uint64)  # [group of the four * 16 + word of the row, quad]
-    s_stride = source.stride
     for run in range(0, source.rows, 64):
         for first in range(0, source.cols, RUN):
             count = min(RUN, source.cols - first)
             # columns 4q .. 4q + 3 of the run are the old columns i + 8j, j = 4 (q % 2) .. + 3
             for q in range(16):
-                row = source.base + (run + q // 2 + 32 * (q % 2)) * s_stride + first
-                r0 = source.flat[row : row + count]
-                r1 = source.flat[row + 8 * s_stride : row + 8 * s_stride + count]
-                r2 = source.flat[row + 16 * s_stride : row + 16 * s_stride + count]
-                r3 = source.flat[row + 24 * s_stride : row + 24 * s_stride + count]
+                row = source.base + (run + q // 2 + 32 * (q % 2)) * source.stride + first
+                r0, r1, r2, r3 = four_rows(source.flat, row, source.stride, count)
                 for k in range(count):
                     c0, c1, c2, c3 = _transpose(r0[k], r1[k], r2[k], r3[k])
                     words[q, k], words[16 + q, k], words[32 + q, k], words[48 + q, k] = c0, c1, c2, c3
@@ -108,7 +104,6 @@ def scale_words_differ(source: RowView, marlin: RowView) -> bool:
     """Whether the inverse of `pack_scale_words` gives something else than `source`."""
     words = np.empty((64, RUN + 2), np.uint64)
     differ = np.uint64(0)
-    s_stride = source.stride
     for run in range(0, source.rows, 64):
         for first in range(0, source.cols, RUN):
             count = min(RUN, source.cols - first)
@@ -119,11 +114,8 @@ def scale_words_differ(source: RowView, marlin: RowView) -> bool:
                     for q in range(16):
                         words[16 * g + q, k] = stored[q]
             for q in range(16):
-                row = source.base + (run + q // 2 + 32 * (q % 2)) * s_stride + first
-                r0 = source.flat[row : row + count]
-                r1 = source.flat[row + 8 * s_stride : row + 8 * s_stride + count]
-                r2 = source.flat[row + 16 * s_stride : row + 16 * s_stride + count]
-                r3 = source.flat[row + 24 * s_stride : row + 24 * s_stride + count]
+                row = source.base + (run + q // 2 + 32 * (q % 2)) * source.stride + first
+                r0, r1, r2, r3 = four_rows(source.flat, row, source.stride, count)
                 for k in range(count):
                     c0, c1, c2, c3 = _transpose(
                         words[q, k], words[16 + q, k], words[32 + q, k], words[48 + q, k]

@@ -21,15 +21,24 @@ from marlin_convert.storage.writer import PARTIAL
 
 #: what every conversion writes at the top, beside the small files it copies
 OWN = frozenset({"manifest.json", "provenance.json", "digests.bin", "config.json", "README.md"})
+_INDEX, _WORK, _REMOVING = map(re.escape, (INDEX_NAME, WORK, REMOVING))
+_PARTIAL = f"(?: {re.escape(PARTIAL)} )?"
 #: below the top, as patterns of whole paths
 FORMS = re.compile(
-    rf"(?:rank-\d+-of-\d+|common)/(?:{re.escape(INDEX_NAME)}|(?:layer-\d+|top|common)\.safetensors(?:{PARTIAL})?)"
-    rf"|source/(?:config\.json|README\.md|digests\.bin|{re.escape(INDEX_NAME)}|headers/[^/]+\.gz)"
-    rf"|{re.escape(WORK)}/(?:job\.json|{REMOVING}|manifest\.json|units/[^/]+\.json|documents/\d+)(?:{PARTIAL})?"
-    rf"|{re.escape(WORK)}/staging/.+"
+    rf"""(?x)
+    (?: rank-\d+-of-\d+ | common ) / {_INDEX}
+    | (?: rank-\d+-of-\d+ | common ) / (?: layer-\d+ | top | common ) \.safetensors {_PARTIAL}
+    | source / (?: config\.json | README\.md | digests\.bin | {_INDEX} | headers / [^/]+ \.gz )
+    | {_WORK} / (?: job\.json | {_REMOVING} | manifest\.json | units / [^/]+ \.json ) {_PARTIAL}
+    | {_WORK} / documents / \d+
+    | {_WORK} / staging / .+
+    """
 )
 FOLDERS = re.compile(
-    rf"rank-\d+-of-\d+|common|source|source/headers|{re.escape(WORK)}(?:/(?:units|documents|staging(?:/.+)?))?"
+    rf"""(?x)
+    rank-\d+-of-\d+ | common | source | source/headers
+    | {_WORK} (?: / (?: units | documents | staging (?: /.+ )? ) )?
+    """
 )
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from marlin_convert.documents.manifest import Shard, Unit, read_manifest
-from marlin_convert.documents.records import ExpertDigests, FinishedFile, FinishedUnit
+from marlin_convert.documents.records import ExpertDigests, FinishedFile, FinishedUnit, JobRecord
 from marlin_convert.errors import OutputError
-from marlin_convert.pipeline.resume import missing_files
+from marlin_convert.pipeline.out_state import missing_files
 from marlin_convert.pipeline.target import Target
 from marlin_convert.pipeline.work_folder import WorkFolder
 from marlin_convert.shards.kept_source import ZEROS, read_kept_source, sound_bytes
 from marlin_convert.storage.files import sync_folder
 
 
-def reopen(target: Target, work: WorkFolder) -> None:
-    """Turn a finished OUT that has lost files into one that is being made: records for its units, and no
-    manifest.
+def reopen(target: Target, work: WorkFolder, job: JobRecord | None) -> None:
+    """Turn a finished OUT that has lost files into one that is being made: the job unless it is there
+    already, records for its units, and no manifest.
 
     A unit that has lost a file gets none, and is made anew. Raises OutputError where what is kept of the
     source is gone or damaged too.
@@ -29,6 +29,8 @@ def reopen(target: Target, work: WorkFolder) -> None:
             f"{out}/{name} is damaged or missing, so what is left cannot be reused; start again with"
             " --overwrite"
         )
+    if job is not None:
+        work.begin(job)
     planned = {unit.name for unit in plan.units}
     missing = missing_files(out, manifest)
     lost = {shard.unit for shard in manifest.shards if shard.path in missing}

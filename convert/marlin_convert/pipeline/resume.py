@@ -1,8 +1,8 @@
 """What may be done with OUT: a new conversion, one that is continued, one that is repaired, nothing any more,
 or a refusal that says why.
 
-`observe` looks at what lies there, `decide` compares it with what is asked for; neither changes anything. It
-is asked before anything is made, so that a refusal leaves no trace, and again once OUT is locked.
+`decide` compares what lies there with what is asked for and changes nothing. It is asked before anything is
+made, so that a refusal leaves no trace, and again once OUT is locked.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from marlin_convert.checkpoint.source import Source
-from marlin_convert.documents.manifest import Manifest, read_manifest
+from marlin_convert.documents.identity import SourceIdentity
+from marlin_convert.documents.manifest import Manifest
 from marlin_convert.documents.records import JobOptions, JobRecord
 from marlin_convert.errors import ConvertError, SourceError, UsageError
+from marlin_convert.pipeline.out_state import OutState
 from marlin_convert.pipeline.target import Target
-from marlin_convert.pipeline.work_folder import REMOVING, WORK, WorkFolder, is_marked
+from marlin_convert.pipeline.work_folder import WORK, is_marked
 from marlin_convert.planning.output_plan import OutputPlan
-from marlin_convert.shards.kept_source import DIGESTS, sound_bytes
 from marlin_convert.storage.shard_file import FORMAT, FORMAT_VERSION
 
 #: what is proven while converting, each more than the one before
@@ -40,24 +41,6 @@ class Action(StrEnum):
     REPAIR = "repair"
     REPLACE = "replace"
     DONE = "done"
-
-
-@dataclass(frozen=True)
-class OutState:
-    """What lies in OUT. `damaged` is what reading the manifest or the job said, where there is one that
-    cannot be read; `missing` are the files of a finished conversion that are gone or of another size.
-    """
-
-    out: Path
-    manifest: Manifest | None = None
-    job: JobRecord | None = None
-    damaged: ConvertError | None = None
-    missing: frozenset[str] = frozenset()
-    any_record: bool = False
-    keeps_digests: bool = False
-    #: what is left of a conversion that was being removed, or that has lost its manifest
-    remains: bool = False
-    foreign: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,50 +73,6 @@ class Decision:
     job: JobRecord | None = None
     claim: bool = True
     recheck: tuple[str, ...] = ()
-
-
-def observe(out: Path, thorough: bool = False) -> OutState:
-    """Look at OUT; `thorough` compares the digests of all listed files but the shards. Raises UsageError
-    where it is no folder.
-    """
-    if not out.exists():
-        return OutState(out)
-    if not out.is_dir():
-        raise UsageError(f"{out} is not a folder")
-    work = WorkFolder(out)
-    removing = is_marked(work.folder / REMOVING)
-    manifest = job = damaged = None
-    begun = is_marked(work.folder / "job.json")
-    ours = begun or is_marked(out / "manifest.json")
-    try:
-        if not removing and ours and (out / "manifest.json").exists():
-            manifest = read_manifest(out)
-        job = work.job() if begun and not removing else None
-    except ConvertError as error:
-        damaged = error
-    remains = removing or (not ours and is_marked(out / "provenance.json"))
-    lost = frozenset() if manifest is None else missing_files(out, manifest)
-    if manifest is not None and thorough:
-        lost |= {file.path for file in manifest.files if sound_bytes(out, manifest, file.path) is None}
-    return OutState(
-        out,
-        manifest,
-        job,
-        damaged,
-        missing=lost,
-        any_record=work.any_finished(),
-        keeps_digests=(out / DIGESTS).exists(),
-        remains=remains,
-        foreign=not ours and not remains and not _is_empty(out),
-    )
-
-
-def _is_empty(out: Path) -> bool:
-    """Whether nothing is in a folder, or nothing but what beginning and removing a conversion leaves when
-    they break off: a work folder with no whole file in it.
-    """
-    inside = {path.relative_to(out).as_posix() for path in out.rglob("*")}
-    return inside <= {WORK, f"{WORK}/units", f"{WORK}/job.json.partial", f"{WORK}/{REMOVING}.partial"}
 
 
 def decide(state: OutState, request: Request) -> Decision:
@@ -188,19 +127,6 @@ def _spare_or_replace(state: OutState, request: Request) -> Decision:
     except ConvertError:
         return replace_it
     return decision
-
-
-def missing_files(out: Path, manifest: Manifest) -> frozenset[str]:
-    """Files of a finished conversion that are gone or of another size. What is in the files is for `verify`
-    to say.
-    """
-    sizes = {shard.path: shard.size for shard in manifest.shards}
-    sizes |= {file.path: file.size for file in manifest.files}
-    return frozenset(path for path, size in sizes.items() if not _is_there(out / path, size))
-
-
-def _is_there(path: Path, size: int) -> bool:
-    return path.is_file() and path.stat().st_size == size
 
 
 def _refuse_source(out: Path, source: Source) -> None:
@@ -262,12 +188,8 @@ def _job_to_record(state: OutState, request: Request) -> JobRecord | None:
     begun, asked = state.job, request.job
     if begun is None:
         return asked
-    _compare_options(state.out, begun.options, asked.options)
-    if (difference := begun.identity.continued_by(asked.identity)) is not None:
-        raise SourceError(
-            f"{state.out} was begun from another source: {difference}; use another OUT, or --overwrite to"
-            " start again"
-        )
+    _compare_sources(f"{state.out} was begun", begun.identity, asked.identity)
+    _compare_options(f"{state.out} was begun", begun.options, asked.options)
     touched = _touched(begun, asked)
     if not touched:
         return None if begun.identity.compared == asked.identity.compared else asked
@@ -296,6 +218,7 @@ def _to_compare(state: OutState, request: Request) -> tuple[str, ...]:
 
 def _compare_finished(out: Path, manifest: Manifest, request: Request) -> None:
     """See that a finished OUT is what is asked for. Raises UsageError or SourceError."""
+    _compare_sources(f"{out} was made", manifest.source.identity, request.target.identity)
     made, asked = _manifest_options(manifest), request.job.options
     if CHECKS.index(made.verify) >= CHECKS.index(asked.verify):
         asked = replace(asked, verify=made.verify)  # proven more than is asked for
@@ -305,29 +228,43 @@ def _compare_finished(out: Path, manifest: Manifest, request: Request) -> None:
             f"{out} is finished, made with --verify {made.verify}; prove it with `marlin-convert verify"
             f" {out}{flag}`"
         )
-    _compare_options(out, made, asked)
-    if (difference := manifest.source.identity.continued_by(request.target.identity)) is not None:
+    _compare_options(f"{out} was made", made, asked)
+
+
+def _compare_sources(was: str, theirs: SourceIdentity, ours: SourceIdentity) -> None:
+    """Raise SourceError where an OUT is of another source."""
+    if (difference := theirs.continued_by(ours)) is not None:
         raise SourceError(
-            f"{out} was made from another source: {difference}; use another OUT, or --overwrite to start"
-            " again"
+            f"{was} from another source: {difference}; use another OUT, or --overwrite to start again"
         )
 
 
-def _compare_options(out: Path, theirs: JobOptions, ours: JobOptions) -> None:
-    """Raise UsageError where an OUT was made with other options."""
-    for key in JobOptions.__struct_fields__:
-        found, wanted = getattr(theirs, key), getattr(ours, key)
-        if found != wanted:
-            raise UsageError(
-                f"{out} was made with {key} {_short(found)}, now asked for {_short(wanted)}; use another OUT,"
-                " or --overwrite to start again"
-            )
+def _compare_options(was: str, theirs: JobOptions, ours: JobOptions) -> None:
+    """Raise UsageError, naming every difference, where an OUT is of other options."""
+    pairs = {key: (getattr(theirs, key), getattr(ours, key)) for key in JobOptions.__struct_fields__}
+    differences = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+    if differences:
+        found, wanted = (
+            ", ".join(f"{key} {_short(pair[i])}" for key, pair in differences.items()) for i in (0, 1)
+        )
+        raise UsageError(
+            f"{was} with {found}, now asked for {wanted}; use another OUT, or --overwrite to start again"
+        )
 
 
 def _short(value: object) -> str:
     if isinstance(value, tuple):
-        if len(value) > 2 and value == tuple(range(value[0], value[-1] + 1)):
-            return f"{value[0]}-{value[-1]}"
-        value = list(value)
+        return _ranges(value)
     text = str(value)
     return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """Sorted numbers as the command line takes them: 0,3-5."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ",".join("-".join(str(end) for end in run) for run in runs)

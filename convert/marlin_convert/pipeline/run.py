@@ -22,9 +22,10 @@ from marlin_convert.pipeline.executor import Executor, Job
 from marlin_convert.pipeline.expert_job import expert_jobs
 from marlin_convert.pipeline.finish import finish_output
 from marlin_convert.pipeline.kernel_check import Check, kernel_check
+from marlin_convert.pipeline.out_state import observe
 from marlin_convert.pipeline.recheck import compare_recorded
 from marlin_convert.pipeline.repair import reopen
-from marlin_convert.pipeline.resume import CHECKS, Action, Decision, Request, decide, observe
+from marlin_convert.pipeline.resume import CHECKS, Action, Decision, Request, decide
 from marlin_convert.pipeline.space import refuse_full_disk
 from marlin_convert.pipeline.stages import Stages, Tools
 from marlin_convert.pipeline.target import Target
@@ -133,7 +134,8 @@ class Conversion:
                 target = self.target = replace(target, identity=target.identity.unclaimed())
             if decision.action is not Action.DONE:
                 left = self._prepare(decision)
-                self._make(left, decision.checks, kernel, fetch_progress)
+                fetcher = self._begin(decision, left, fetch_progress)
+                self._make(left, decision.checks, kernel, fetcher)
                 finish_output(target, self.records, decision.checks, self.stages)
             else:
                 left = []
@@ -152,10 +154,8 @@ class Conversion:
         return {name: record for name, record in found.items() if record is not None}
 
     def _prepare(self, decision: Decision) -> list[OutputUnit]:
-        """Bring OUT into the state in which units can be made; returns those that are left."""
+        """Remove what is to be replaced, see what is made already; returns the units that are left."""
         target, out = self.target, self.target.out
-        if decision.action is Action.NEW:
-            refuse_full_disk(out, target.plan.units, self._fetcher(target.plan.units, None))
         with suppress(RuntimeError):  # a thread too many: it is imported when it is needed
             Thread(target=_load_compiled).start()
         if decision.action is Action.REPLACE:
@@ -164,31 +164,32 @@ class Conversion:
         with machine_errors(f"beginning in {out}"):
             if decision.recheck:
                 compare_recorded(target.source, self._recorded().values(), decision.recheck)
-            if decision.job is not None:
-                self.work.begin(decision.job)
             if decision.action is Action.REPAIR:
-                reopen(target, self.work)
+                reopen(target, self.work, decision.job)
             remove_partials(out)
             self.records = self._recorded()
         return [unit for unit in target.plan.units if unit.name not in self.records]
 
-    def _fetcher(self, units: Sequence[OutputUnit], progress: Progress | None) -> Fetcher:
-        """What brings the files that units need."""
-        source, staging = self.target.source, (self.target.out / WORK / "staging").resolve()
-        return source.store.fetcher(needs(source, self.target.plan, units), staging, progress)
-
-    def _make(
-        self, left: Sequence[OutputUnit], checks: str, kernel: Check | None, fetch_progress: Progress | None
-    ) -> None:
-        """Make the units that are left and record each."""
+    def _begin(
+        self, decision: Decision, left: Sequence[OutputUnit], fetch_progress: Progress | None
+    ) -> Fetcher:
+        """Record the job, once it is seen that the disk has room; returns what brings the source's files."""
         source, plan, out = self.target.source, self.target.plan, self.target.out
-        fetcher = self._fetcher(left, fetch_progress)
+        staging = (out / WORK / "staging").resolve()
+        fetcher = source.store.fetcher(needs(source, plan, left), staging, fetch_progress)
         refuse_full_disk(out, left, fetcher)
-        for folder in sorted(
-            {(out / plan.path(unit, rank)).parent for unit in plan.units for rank in unit.ranks}
-        ):
-            with machine_errors(f"creating {folder}"):
+        with machine_errors(f"beginning in {out}"):
+            if decision.job is not None and decision.action is not Action.REPAIR:
+                self.work.begin(decision.job)
+            for folder in sorted(
+                {(out / plan.path(unit, rank)).parent for unit in plan.units for rank in unit.ranks}
+            ):
                 make_folder(folder)
+        return fetcher
+
+    def _make(self, left: Sequence[OutputUnit], checks: str, kernel: Check | None, fetcher: Fetcher) -> None:
+        """Make the units that are left and record each."""
+        source = self.target.source
 
         def finished(done: UnitWork, record: FinishedUnit) -> None:
             """A unit's files are durable: unless the source was touched meanwhile, its record makes it

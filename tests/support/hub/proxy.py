@@ -87,7 +87,7 @@ class Proxy:
             def do_GET(self) -> None:
                 proxy.serve(self)
 
-            do_HEAD = do_POST = do_GET  # noqa: N815
+            do_HEAD = do_POST = do_GET  # noqa: N815  # the names that http.server calls
 
             def log_message(self, *arguments: Any) -> None:
                 pass
