@@ -16,9 +16,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 _OF_OS = (
@@ -98,9 +99,19 @@ class _Faults:
     """Counts calls and breaks one."""
 
     def __init__(self, fault: dict[str, Any] | None) -> None:
+        from marlin_convert.cli.interrupts import Interrupts
+
         self.fault = fault or {}
         self.counts = dict.fromkeys(CALLS, 0)
         self.lock = threading.Lock()
+        self.seen = 0
+        receive = Interrupts._receive
+
+        def seen(interrupts: Interrupts, number: int, frame: FrameType | None) -> None:
+            self.seen += 1
+            receive(interrupts, number, frame)
+
+        Interrupts._receive = seen  # type: ignore[method-assign]  # before the handlers are set
         for name in CALLS:
             setattr(OWNERS[name], name, self._wrapped(name, getattr(OWNERS[name], name)))
 
@@ -113,8 +124,11 @@ class _Faults:
                 fault = self.fault
                 if fault["action"] == "short":
                     return function(*_fewer(name, *args), **kwargs)
-                self.fault = fault.get("then", {})
-                self._break(fault)
+                self.fault = {}
+                try:
+                    self._break(fault)
+                finally:
+                    self.fault = fault.get("then", {})
             return function(*args, **kwargs)
 
         return call
@@ -125,10 +139,19 @@ class _Faults:
             done = subprocess.run(fault["command"], capture_output=True, text=True, check=False)
             pathlib.Path(fault["result"]).write_text(json.dumps([done.returncode, done.stdout, done.stderr]))
         elif action.startswith("SIG"):
-            os.kill(os.getpid(), getattr(signal, action))
+            self._kill(getattr(signal, action))
         else:
             number = getattr(errno, action)
             raise OSError(number, os.strerror(number))
+
+    def _kill(self, number: int) -> None:
+        """Send this process a signal, and wait until it is seen: two of a kind that are pending are one."""
+        before = self.seen
+        os.kill(os.getpid(), number)
+        for _ in range(200):  # ignored, it is never seen
+            if self.seen > before:
+                break
+            time.sleep(0.01)
 
 
 def _fewer(name: str, descriptor: int, wanted: Any, offset: int) -> tuple[Any, ...]:
