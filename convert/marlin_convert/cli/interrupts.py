@@ -28,9 +28,9 @@ class Interrupts:
         """Handle both from now on; Ctrl-C not where the caller had it ignored (nohup, a shell's
         background).
         """
-        signal.signal(signal.SIGTERM, self._receive)
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, self._receive)
+        signal.signal(signal.SIGTERM, self._receive)  # last: who sees it handled may send either
 
     def ignore(self) -> None:
         """Nothing is left to unwind, and the exit code stands."""
