@@ -247,6 +247,17 @@ def test_the_numbers_of_full_size(full_plan: Callable[[int, int], OutputPlan], f
     assert f"Every one of the {tensors} is" in re.sub(r"\s+", " ", converting)
 
 
+def test_the_bytes_that_engines_are_told(full_plan: Callable[[int, int], OutputPlan]) -> None:
+    table = rows(section(ROOT / "schemas" / "ENGINES.md", "Bytes per GPU, K2.6"))
+    plans = [full_plan(tp, ep) for tp, ep in ((8, 1), (8, 8), (16, 1), (32, 1))]
+    assert {name: cells for name, *cells in table[2:]} == {
+        "a rank loads": [f"{plan.rank_bytes() / 1e9:.1f} GB" for plan in plans],
+        "I of a rank": [str(plan.shape.local) for plan in plans],
+        "experts of a rank": [str(plan.experts // plan.topology.ep) for plan in plans],
+        "a MoE layer's file": [f"{plan.units[1].file_size / 1e9:.3f} GB" for plan in plans],
+    }
+
+
 def test_the_hours(full_plan: Callable[[int, int], OutputPlan], full_size: Source) -> None:
     """They are sizes over rates."""
 
