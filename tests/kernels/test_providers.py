@@ -14,7 +14,14 @@ import torch
 
 from marlin_convert.errors import UsageError
 from marlin_convert.kernels.gemm_call import Alignment, GemmCall, Matrix, ReduceFlags
-from marlin_convert.kernels.providers import CANDIDATES, KernelUnavailableError, load, probe
+from marlin_convert.kernels.providers import (
+    CANDIDATES,
+    KernelUnavailableError,
+    OpProvider,
+    environment,
+    load,
+    probe,
+)
 from marlin_convert.kernels.quant_types import UINT4, UINT4B8, UINT8B128, kernel_type, need_kernel_type
 
 NO_GPU = pytest.mark.skipif(
@@ -205,9 +212,21 @@ def test_a_package_that_lost_the_kernel_or_breaks_on_import_is_a_reason(fake_gpu
 def test_an_old_gpu_and_a_missing_torch_are_reasons(fake_gpu: pytest.MonkeyPatch) -> None:
     fake_gpu.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     assert "Some GPU has compute capability 7.5, the kernel needs 8.0" in probe()[0].reason
-    find_spec = importlib.util.find_spec
-    fake_gpu.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find_spec(name))
+    fake_gpu.setattr("marlin_convert.kernels.providers.installed", lambda name: name != "torch")
     assert "torch is not installed" in probe()[0].reason
+
+
+def test_the_environment_names_packages_and_only_the_gpu_that_ran_it(fake_gpu: pytest.MonkeyPatch) -> None:
+    fake_gpu.setattr("marlin_convert.kernels.providers.package_version", lambda name: f"of {name}")
+    packages = {name: f"of {name}" for name in ("marlin-convert", "sglang", "sgl-kernel", "apache-tvm-ffi")}
+    on_cpu = {"provider": "reference", "torch": str(torch.__version__)} | packages
+    assert environment(load("reference"), "cpu") == on_cpu
+    fake_gpu.setattr(torch.cuda, "get_device_capability", {"cuda:1": (9, 0)}.__getitem__)
+    fake_gpu.setattr(torch.cuda, "get_device_name", {"cuda:1": "Second GPU"}.__getitem__)
+    fake_gpu.setattr(torch.version, "cuda", "13.0")
+    gpu = {"gpu": "Second GPU", "capability": "9.0", "cuda": "13.0"}
+    ours = OpProvider("ours", _call, _call, type_as_object=True)
+    assert environment(ours, "cuda:1") == on_cpu | {"provider": "ours"} | gpu
 
 
 def test_type_ids_are_the_kernels() -> None:

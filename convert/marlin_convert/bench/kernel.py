@@ -21,12 +21,11 @@ from marlin_convert.bench.loaded_layer import LoadedLayer, load_layer
 from marlin_convert.bench.timing import Timer
 from marlin_convert.documents.bench import KernelBench, KernelRow
 from marlin_convert.errors import MachineError
-from marlin_convert.extras import package_version
+from marlin_convert.kernels import TOKENS
 from marlin_convert.kernels.fused_moe import Routing, align, choose_block_size, fused_moe, make_workspace
 from marlin_convert.kernels.gemm_call import Alignment, GemmCall, ReduceFlags
-from marlin_convert.kernels.providers import Provider, load_for
+from marlin_convert.kernels.providers import Provider, environment, load_for
 
-TOKENS = (1, 9, 90, 330)
 ROUTINGS = ("uniform", "skewed")
 #: all calls of a graph together read at least this many times the L2 cache
 L2_TIMES = 4
@@ -106,7 +105,8 @@ class _Bench:
             memory_bandwidth=bandwidth.median,
             memory_bandwidth_spread=bandwidth.spread,
             l2_bytes=self._l2,
-            environment=self._environment(),
+            environment={"device": self._device.type, "gpu": None, "cuda": None}
+            | environment(self._provider, self._device),
             notes=tuple(self._notes()),
             rows=tuple(rows),
         )
@@ -214,25 +214,6 @@ class _Bench:
         return lambda: fused_moe(
             self._provider, call.x, self._experts, routing, workspace=self._workspace, flags=flags
         )
-
-    def _environment(self) -> dict[str, str | None]:
-        found: dict[str, str | None] = {
-            "provider": self._provider.name,
-            "torch": str(torch.__version__),
-            "device": self._device.type,
-            "gpu": None,
-            "cuda": None,
-        }
-        if self._timer.graphs:
-            major, minor = torch.cuda.get_device_capability(self._device)
-            found |= {
-                "gpu": torch.cuda.get_device_name(self._device),
-                "capability": f"{major}.{minor}",
-                "cuda": torch.version.cuda,
-            }
-        for package in ("marlin-convert", "sglang", "sgl-kernel"):
-            found[package] = package_version(package)
-        return found
 
     def _notes(self) -> list[str]:
         notes = [

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from marlin_convert.documents.doctor import ProviderReport
 from marlin_convert.errors import MachineError, UsageError
+from marlin_convert.extras import installed, package_version
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from marlin_convert.kernels.gemm_call import GemmCall
@@ -128,7 +129,7 @@ CANDIDATES = (
 
 def _gpu_problem() -> str:
     """Why no GPU serves here; empty if one does."""
-    if importlib.util.find_spec("torch") is None:
+    if not installed("torch"):
         return "torch is not installed"
     import torch
 
@@ -169,7 +170,7 @@ def _try(candidate: Candidate, gpu_problem: str) -> tuple[ProviderReport, OpProv
     """Report on one candidate, and the provider if it loads."""
     version = None
     problems = []
-    if importlib.util.find_spec(candidate.package) is None:
+    if not installed(candidate.package):
         problems.append(f"the package {candidate.package} is not installed")
     else:
         version = _version(candidate.package)
@@ -246,3 +247,20 @@ def load_for(device: str, name: str | None = None) -> Provider:
     if provider.device != kind:
         raise UsageError(f"the provider {provider.name} works on {provider.device}, not on {device}")
     return provider
+
+
+def environment(provider: Provider, device: str | torch.device) -> dict[str, str | None]:
+    """What runs the kernel, for reports: provider, packages and, on one, the GPU."""
+    import torch
+
+    found: dict[str, str | None] = {"provider": provider.name, "torch": str(torch.__version__)}
+    for package in ("marlin-convert", "sglang", "sgl-kernel", "apache-tvm-ffi"):
+        found[package] = package_version(package)
+    if provider.device == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        found |= {
+            "gpu": torch.cuda.get_device_name(device),
+            "capability": f"{major}.{minor}",
+            "cuda": torch.version.cuda,
+        }
+    return found

@@ -31,7 +31,8 @@ def kernel_check(target: Target, device: str = "cuda") -> Check:
     from marlin_convert.checks.kernel.kernel_report import KernelReport
     from marlin_convert.checks.kernel.layer_files import LayerFiles, originals_from_source
     from marlin_convert.checks.kernel.scope import CheckScope
-    from marlin_convert.checks.kernel.verify_kernel import TOKENS, check_layer
+    from marlin_convert.checks.kernel.verify_kernel import check_layer
+    from marlin_convert.kernels import TOKENS
     from marlin_convert.kernels.providers import load_for
     from marlin_convert.kernels.quant_types import need_kernel_type
 
@@ -52,7 +53,6 @@ def kernel_check(target: Target, device: str = "cuda") -> Check:
             experts=plan.experts,
             tp=plan.topology.tp,
             ep=plan.topology.ep,
-            ranks=plan.ranks,
             stored=lambda rank, name, begin, count: _stored(
                 out / plan.path(unit, rank), unit, name, begin, count
             ),

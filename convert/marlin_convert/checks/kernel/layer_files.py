@@ -37,7 +37,6 @@ class LayerFiles:
     experts: int
     tp: int
     ep: int
-    ranks: tuple[int, ...]
     stored: Callable[[int, str, int, int], Bytes]
     path: Callable[[int], str]
 

@@ -22,16 +22,15 @@ from marlin_convert.checks.kernel.scope import CheckScope, sampled, subset
 from marlin_convert.checks.published import open_same
 from marlin_convert.documents.manifest import Manifest, Unit, read_manifest
 from marlin_convert.errors import MachineError, UsageError
-from marlin_convert.extras import package_version, require
-from marlin_convert.kernels.providers import Provider, load_for
+from marlin_convert.extras import require
+from marlin_convert.kernels import TOKENS
+from marlin_convert.kernels.providers import Provider, environment, load_for
 from marlin_convert.kernels.quant_types import need_kernel_type
 from marlin_convert.layout import get_layout
 from marlin_convert.models.family import ModelConfig
 from marlin_convert.progress import Progress
 from marlin_convert.shards.kept_source import read_kept_source
 from marlin_convert.shards.reader import Shards, open_shards
-
-TOKENS = (1, 9, 90, 330)
 
 
 def verify_kernel(
@@ -65,7 +64,14 @@ def verify_kernel(
     opened = None if source is None else open_same(source, manifest)
     kept = read_kept_source(folder, manifest)
     model = kept.model
-    report = KernelReport(environment=environment(chosen, manifest))
+    ran: dict[str, Any] = {
+        **environment(chosen, device),
+        "layout": manifest.layout_id,
+        "source": manifest.source_id,
+        "tp": manifest.tp,
+        "ep": manifest.ep,
+    }
+    report = KernelReport(ran)
     units = [
         unit
         for unit in manifest.units
@@ -150,30 +156,6 @@ def manifest_files(
         experts=model.experts,
         tp=manifest.tp,
         ep=manifest.ep,
-        ranks=manifest.ranks,
         stored=lambda rank, name, begin, count: shards[rank].read(name, begin, count),
         path=lambda rank: paths[rank],
     )
-
-
-def environment(provider: Provider, manifest: Manifest) -> dict[str, Any]:
-    """What ran, for the report."""
-    import torch
-
-    found: dict[str, Any] = {
-        "provider": provider.name,
-        "torch": str(torch.__version__),
-        "layout": manifest.layout_id,
-        "source": manifest.source_id,
-    }
-    found |= {"tp": manifest.tp, "ep": manifest.ep}
-    for package in ("marlin-convert", "sglang", "sgl-kernel", "apache-tvm-ffi"):
-        found[package] = package_version(package)
-    if torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability()
-        found |= {
-            "gpu": torch.cuda.get_device_name(),
-            "capability": f"{major}.{minor}",
-            "cuda": torch.version.cuda,
-        }
-    return found
