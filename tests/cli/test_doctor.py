@@ -162,7 +162,7 @@ def gpu_machine(monkeypatch: pytest.MonkeyPatch, available: bool, capability: st
     )
     reason = "" if available else "sglang is not installed"
     provider = ProviderReport("sglang.kernels", available, reason, "x", None)
-    monkeypatch.setattr(doctor, "find_providers", lambda found: (provider,))
+    monkeypatch.setattr(doctor, "probe", lambda problem: (provider,))
 
 
 @pytest.mark.usefixtures("smi")

@@ -14,7 +14,6 @@ from marlin_convert.doctor.gpu import (
     advice,
     find_compiler,
     find_driver,
-    find_providers,
     find_torch,
     run_kernel,
 )
@@ -30,7 +29,7 @@ from marlin_convert.documents.doctor import (
     Torch,
 )
 from marlin_convert.extras import installed, package_version
-from marlin_convert.kernels.providers import one_line
+from marlin_convert.kernels.providers import one_line, probe
 
 #: packages without which nothing works; each is imported by its own name
 CORE = ("click", "tqdm", "numpy", "numba", "safetensors", "xxhash", "huggingface_hub", "msgspec")
@@ -60,7 +59,7 @@ def examine(path: str | os.PathLike[str] = ".", *, kernel: bool = False) -> Exam
     """
     machine, place, core = find_machine(), find_place(Path(path)), _core()
     torch, driver = find_torch(), find_driver()
-    providers, install = find_providers(torch), advice(torch, driver)
+    providers, install = probe(torch.problem), advice(torch, driver)
     return Examination(
         machine=machine,
         packages={name: package_version(name) for name in ("marlin-convert", *CORE, *OTHERS)},

@@ -13,9 +13,9 @@ import subprocess
 import sys
 from typing import Any
 
-from marlin_convert.documents.doctor import Driver, DriverGpu, ProviderReport, Torch, TorchGpu
+from marlin_convert.documents.doctor import Driver, DriverGpu, Torch, TorchGpu
 from marlin_convert.extras import installed, package_version
-from marlin_convert.kernels.providers import CANDIDATES, one_line, probe
+from marlin_convert.kernels.providers import CANDIDATES, one_line
 
 
 def find_torch() -> Torch:
@@ -84,11 +84,6 @@ def find_compiler() -> dict[str, str | None]:
         "ninja": shutil.which("ninja") or shutil.which("ninja", path=os.path.dirname(sys.executable)),
         "TVM_FFI_CACHE_DIR": os.environ.get("TVM_FFI_CACHE_DIR"),
     }
-
-
-def find_providers(found: Torch) -> tuple[ProviderReport, ...]:
-    """Each provider of the kernel: whether it loads, else why not and what to install."""
-    return probe(found.problem)
 
 
 def advice(found: Torch, driver: Driver) -> str:
