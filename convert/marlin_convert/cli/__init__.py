@@ -8,35 +8,25 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from importlib import import_module
 
 import click
 
 from marlin_convert.cli import streams
+from marlin_convert.cli.by_file import CommandsByFile
 from marlin_convert.cli.interrupts import Interrupts, Terminated, interrupt_behind
 from marlin_convert.errors import ConvertError, MachineWarning
 from marlin_convert.extras import EXTRAS, missing
 
+#: in the order of a job
 VERBS = ("plan", "download", "convert", "verify", "inspect", "bench", "doctor")
 
 
-class Verbs(click.Group):
-    """Finds verbs by file name, so that a verb costs only its own imports."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """The verbs in the order of a job."""
-        return list(VERBS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of `marlin_convert/cli/<verb>.py`."""
-        if cmd_name not in VERBS:
-            return None
-        command = import_module(f"marlin_convert.cli.{cmd_name}").command
-        assert isinstance(command, click.Command)
-        return command
-
-
-@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=CommandsByFile,
+    names=VERBS,
+    place="marlin_convert.cli.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(package_name="marlin-convert")
 def cli() -> None:
     """Kimi-K2 INT4 checkpoints to per-GPU shards in the Marlin MoE layout, proven bit for bit.
@@ -130,8 +120,7 @@ def _internal(error: Exception) -> int:
     _show(error)
     streams.say(
         f"internal error: {type(error).__name__}: {streams.error_line(error)}; set MARLIN_CONVERT_DEBUG=1"
-        " and report what it"
-        " prints"
+        " and report what it prints"
     )
     return 4
 

@@ -8,25 +8,15 @@ from typing import TYPE_CHECKING
 import click
 
 from marlin_convert.cli import output
-from marlin_convert.cli.options import json_option
+from marlin_convert.cli.options import FOLDER, json_option, rounds_option
 
 if TYPE_CHECKING:
     from marlin_convert.documents.provenance import Stage
 
 
 @click.command("convert")
-@click.option(
-    "--dir",
-    "folder",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    default=".",
-    help="Where: on the disk to measure.",
-)
-@click.option(
-    "--source",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="A checkpoint to use instead of making one.",
-)
+@click.option("--dir", "folder", type=FOLDER, default=".", help="Where: on the disk to measure.")
+@click.option("--source", type=FOLDER, help="A checkpoint to use instead of making one.")
 @click.option(
     "--layers",
     type=click.IntRange(1),
@@ -41,7 +31,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Experts of each (384 in K2.6; 25 MB each).",
 )
-@click.option("--rounds", type=click.IntRange(1), default=9, show_default=True)
+@rounds_option(9)
 @click.option("--tp", type=click.IntRange(1), default=8, show_default=True)
 @click.option("--ep", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--threads", type=click.IntRange(1), help="Passed on to convert.")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from marlin_convert.cli import output
-from marlin_convert.cli.options import json_option, numbers
+from marlin_convert.cli.options import FOLDER, json_option, kernel_options, rounds_option
 from marlin_convert.extras import require
 
 if TYPE_CHECKING:
@@ -31,27 +31,11 @@ HEADER = (
 
 
 @click.command("kernel")
-@click.argument("out", type=click.Path(exists=True, file_okay=False))
+@click.argument("out", type=FOLDER)
 @click.option("--layer", type=click.IntRange(0), required=True, help="A layer with routed experts.")
 @click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="Whose shard.")
-@click.option(
-    "--tokens",
-    type=numbers,
-    default="1,9,90,330",
-    show_default=True,
-    help="One; a draft of 8 and one; ten streams of 9; ten of 33.",
-)
-@click.option(
-    "--rounds",
-    type=click.IntRange(1),
-    default=30,
-    show_default=True,
-    help="Replays of which the median is taken.",
-)
-@click.option(
-    "--device", default="cuda", show_default=True, help="cpu runs a model of the kernel: times mean nothing."
-)
-@click.option("--provider", help="Where to take the kernel from; `marlin-convert doctor` lists what loads.")
+@kernel_options
+@rounds_option(30, "Replays of which the median is taken.")
 @click.option(
     "--plot",
     "plot_to",
@@ -61,7 +45,7 @@ HEADER = (
 )
 @json_option
 def command(
-    out: str,
+    out: Path,
     layer: int,
     rank: int,
     tokens: tuple[int, ...],

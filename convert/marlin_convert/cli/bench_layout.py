@@ -5,11 +5,11 @@ from __future__ import annotations
 import click
 
 from marlin_convert.cli import output
-from marlin_convert.cli.options import json_option
+from marlin_convert.cli.options import json_option, rounds_option
 
 
 @click.command("layout")
-@click.option("--rounds", type=click.IntRange(1), default=9, show_default=True)
+@rounds_option(9)
 @json_option
 def command(rounds: int, as_json: bool) -> None:
     """GB/s of one core: repack, its inverse, scales, against memcpy and hashing in the same run."""

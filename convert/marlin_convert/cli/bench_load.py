@@ -7,22 +7,16 @@ from pathlib import Path
 import click
 
 from marlin_convert.cli import output
-from marlin_convert.cli.options import json_option
+from marlin_convert.cli.options import FOLDER, json_option, rounds_option
 
 
 @click.command("load")
-@click.argument("out", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("out", type=FOLDER)
 @click.option(
     "--source", help="The published checkpoint: also load it as engines do today, repacking on the GPU."
 )
 @click.option("--rank", type=click.IntRange(0), default=0, show_default=True)
-@click.option(
-    "--rounds",
-    type=click.IntRange(1),
-    default=9,
-    show_default=True,
-    help="Warm rounds, and as many cold ones; of the engine's way a third as many.",
-)
+@rounds_option(9, "Warm rounds, and as many cold ones; of the engine's way a third as many.")
 @click.option(
     "--threads",
     type=click.IntRange(1),

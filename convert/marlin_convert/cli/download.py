@@ -5,19 +5,15 @@ from __future__ import annotations
 import click
 
 from marlin_convert.cli import output
-from marlin_convert.cli.options import gigabytes, json_option
+from marlin_convert.cli.options import gigabytes, hub_options, json_option
 
 
 @click.command("download")
 @click.argument("repo")
 @click.argument("folder", required=False, metavar="[DIR]")
-@click.option("--revision", help="Branch, tag or commit [default: main].")
+@hub_options
 @click.option("--include", multiple=True, help="Only files that match this pattern; may be given again.")
 @click.option("--exclude", multiple=True, help="Not the files that match this pattern; may be given again.")
-@click.option(
-    "--token", help="Token for private and gated repositories [default: HF_TOKEN, or who is logged in]."
-)
-@click.option("--cache-dir", help="The hub cache to use [default: that of HF_HOME].")
 @click.option("--local-dir", help="The same as DIR.")
 @click.option("--max-workers", type=click.IntRange(1), help="Files at a time [default: 8].")
 @json_option

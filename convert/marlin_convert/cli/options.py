@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from marlin_convert.kernels import TOKENS
+
 F = TypeVar("F", bound=Callable[..., Any])
 
+#: a folder that is there
+FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 #: no checkpoint has more layers, ranks or experts, and no benchmark more tokens
 LARGEST = 1_000_000
 _UNITS = {
@@ -82,10 +87,10 @@ def parallel_options(function: F) -> F:
 
 
 def hub_options(function: F) -> F:
-    """--revision --token --cache-dir, for a SOURCE that is a repository."""
+    """--revision --token --cache-dir, for what may be a repository."""
     for option in reversed(
         (
-            click.option("--revision", help="Of a repository: branch, tag or commit [default: main]."),
+            click.option("--revision", help="Branch, tag or commit of a repository [default: main]."),
             click.option(
                 "--token",
                 help="Token for private and gated repositories [default: HF_TOKEN, or who is logged in].",
@@ -100,6 +105,37 @@ def hub_options(function: F) -> F:
 def json_option(function: F) -> F:
     """--json."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")(function)
+
+
+def kernel_options(function: F) -> F:
+    """--tokens --device --provider, of what runs the kernel."""
+    for option in reversed(
+        (
+            click.option(
+                "--tokens",
+                type=numbers,
+                default=",".join(map(str, TOKENS)),
+                show_default=True,
+                help="Token counts of a call: one; a draft of 8 and one; ten streams of 9; ten of 33.",
+            ),
+            click.option(
+                "--device",
+                default="cuda",
+                show_default=True,
+                help="Where the kernel runs: cpu is a slow model of it, whose times mean nothing.",
+            ),
+            click.option(
+                "--provider", help="Where to take the kernel from; `marlin-convert doctor` lists what loads."
+            ),
+        )
+    ):
+        function = option(function)
+    return function
+
+
+def rounds_option(default: int, what: str = "Rounds of which the median is taken.") -> Callable[[F], F]:
+    """--rounds, of a bench."""
+    return click.option("--rounds", type=click.IntRange(1), default=default, show_default=True, help=what)
 
 
 def gigabytes(size: float) -> str:

@@ -11,7 +11,7 @@ import click
 from msgspec import Struct
 
 from marlin_convert.cli import output
-from marlin_convert.cli.options import gigabytes, json_option, numbers
+from marlin_convert.cli.options import gigabytes, json_option, kernel_options, numbers
 from marlin_convert.documents.codec import write
 from marlin_convert.storage.files import machine_errors
 
@@ -43,23 +43,7 @@ KEPT = ("manifest.json", "digests.bin", "source/digests.bin", "source/config.jso
 @click.option(
     "--sample", type=click.IntRange(1), help="With --kernel: only this many experts, spread evenly."
 )
-@click.option(
-    "--tokens",
-    type=numbers,
-    default="1,9,90,330",
-    show_default=True,
-    help="With --kernel: token counts of the fused MoE; 0 for none.",
-)
-@click.option(
-    "--device",
-    default="cuda",
-    show_default=True,
-    help="With --kernel: cpu runs a slow model of the kernel instead.",
-)
-@click.option(
-    "--provider",
-    help="With --kernel: where to take the kernel from; `marlin-convert doctor` lists what loads.",
-)
+@kernel_options
 @click.option(
     "--report",
     type=click.Path(path_type=Path),
@@ -84,8 +68,8 @@ def command(
     nibble and every scale.
 
     With --kernel, run the real kernel on the shards against the dequantized originals: it reads back every
-    weight. Exit code 1 where anything is wrong; each line names layer, expert, projection and rank as far as
-    they apply.
+    weight; --tokens 0 leaves the fused MoE out. Exit code 1 where anything is wrong; each line names layer,
+    expert, projection and rank as far as they apply.
     """
     if too_many:
         raise click.UsageError(
