@@ -61,6 +61,7 @@ def assert_documents_are_whole(out: Path, undisturbed: dict[str, bytes]) -> None
     ("action", "step"),
     [
         ("SIGKILL", 9),
+        ("ENOSPC", 9),
         pytest.param("SIGKILL", 1, marks=pytest.mark.campaign),
         pytest.param("ENOSPC", 1, marks=pytest.mark.campaign),
     ],

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -19,9 +20,9 @@ from marlin_convert.checkpoint.header import Header, read_header
 from marlin_convert.checkpoint.index import weight_names
 from marlin_convert.documents.codec import read
 from marlin_convert.documents.records import DownloadRecord
-from marlin_convert.errors import OutputError, SourceError
+from marlin_convert.errors import ConvertError, OutputError, SourceError
 from marlin_convert.progress import Progress
-from marlin_convert.storage.files import MAX_DOCUMENT, MAX_SMALL, open_regular, read_small
+from marlin_convert.storage.files import MAX_DOCUMENT, MAX_SMALL, machine_error, open_regular, read_small
 from marlin_convert.storage.reads import read_exactly
 
 #: written by `download` beside the files: where they come from
@@ -29,6 +30,18 @@ RECORD = ".marlin-convert-source.json"
 #: bytes behind the header that a source's id is made of; few, since they also come over the wire
 START = 16 << 10
 SHA256 = re.compile(r"[0-9a-f]{64}")
+#: errors that tell what a path is; any other is the machine's
+OF_THE_PATH = (
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EINVAL,
+    errno.EFBIG,
+)
 
 
 class Store(Protocol):
@@ -95,14 +108,14 @@ class FolderStore:
         try:
             return {path.name: path.is_file() for path in sorted(self.folder.iterdir())}
         except OSError as error:
-            raise SourceError(f"{self.folder}: cannot be listed ({error.strerror})") from error
+            raise unreadable(self.folder, error) from error
 
     def size(self, name: str) -> int:
         """Bytes of a file. Raises SourceError."""
         try:
             return self.path(name).stat().st_size
         except OSError as error:
-            raise SourceError(f"{self.path(name)}: cannot be read ({error.strerror})") from error
+            raise unreadable(self.path(name), error) from error
 
     def read(self, name: str) -> bytes:
         """A file whole. Raises SourceError."""
@@ -113,7 +126,7 @@ class FolderStore:
                 f"{name} is missing in {self.folder}; is this the folder of a published checkpoint?"
             ) from None
         except OSError as error:
-            raise SourceError(f"{self.path(name)}: cannot be read ({error.strerror})") from error
+            raise unreadable(self.path(name), error) from error
 
     def header(self, name: str) -> Header:
         """The checked header of a file. Raises SourceError."""
@@ -181,9 +194,18 @@ def header_of(path: Path) -> Header:
 
 @contextmanager
 def open_file(path: Path) -> Iterator[int]:
-    """A descriptor to read a regular file. What fails in its context, too, is raised as SourceError."""
+    """A descriptor to read a regular file. What fails in its context, too, is raised as `unreadable`."""
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             yield file.fileno()
     except OSError as error:
-        raise SourceError(f"{path.name}: cannot be read ({error.strerror})") from error
+        raise unreadable(path.name, error) from error
+
+
+def unreadable(what: object, error: OSError) -> ConvertError:
+    """SourceError where a file or folder of the source is not one that could be read; MachineError where the
+    machine failed.
+    """
+    if error.errno in OF_THE_PATH:
+        return SourceError(f"{what}: cannot be read ({error.strerror})")
+    return machine_error(f"reading {what}", error)
