@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from pathlib import Path
 
 import pytest
 
+from marlin_convert.errors import MachineError
 from marlin_convert.storage.files import file_digest, open_regular, read_small
 
 
@@ -36,8 +38,21 @@ def test_a_file_that_brings_fewer_bytes_is_an_error(tmp_path: Path, monkeypatch:
         return os.stat_result(status)
 
     monkeypatch.setattr("marlin_convert.storage.files.os.fstat", longer)
-    with pytest.raises(OSError, match="reading brought 3 bytes of 5"):
+    with pytest.raises(MachineError, match="it brought 3 bytes of 5"):
         read_small(path, 100)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EMFILE, errno.ENOMEM])
+def test_where_the_machine_fails_the_file_is_not_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fails(path: Path, flags: int) -> int:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr("marlin_convert.storage.files.os.open", fails)
+    for read in (open_regular, lambda path: file_digest(path, 1), lambda path: read_small(path, 1)):
+        with pytest.raises(MachineError, match=f"^reading {tmp_path}/x: {os.strerror(number)}; "):
+            read(tmp_path / "x")
 
 
 def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> None:

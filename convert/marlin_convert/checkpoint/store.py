@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -20,9 +19,9 @@ from marlin_convert.checkpoint.header import Header, read_header
 from marlin_convert.checkpoint.index import weight_names
 from marlin_convert.documents.codec import read
 from marlin_convert.documents.records import DownloadRecord
-from marlin_convert.errors import ConvertError, OutputError, SourceError
+from marlin_convert.errors import OutputError, SourceError
 from marlin_convert.progress import Progress
-from marlin_convert.storage.files import MAX_DOCUMENT, MAX_SMALL, machine_error, open_regular, read_small
+from marlin_convert.storage.files import MAX_DOCUMENT, MAX_SMALL, open_regular, read_small, reading
 from marlin_convert.storage.reads import read_exactly
 
 #: written by `download` beside the files: where they come from
@@ -30,18 +29,6 @@ RECORD = ".marlin-convert-source.json"
 #: bytes behind the header that a source's id is made of; few, since they also come over the wire
 START = 16 << 10
 SHA256 = re.compile(r"[0-9a-f]{64}")
-#: errors that tell what a path is; any other is the machine's
-OF_THE_PATH = (
-    errno.ENOENT,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.ELOOP,
-    errno.ENAMETOOLONG,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EINVAL,
-    errno.EFBIG,
-)
 
 
 class Store(Protocol):
@@ -105,28 +92,23 @@ class FolderStore:
 
     def names(self) -> dict[str, bool]:
         """What lies in the folder."""
-        try:
+        with _source_errors(self.folder):
             return {path.name: path.is_file() for path in sorted(self.folder.iterdir())}
-        except OSError as error:
-            raise unreadable(self.folder, error) from error
 
     def size(self, name: str) -> int:
         """Bytes of a file. Raises SourceError."""
-        try:
+        with _source_errors(self.path(name)):
             return self.path(name).stat().st_size
-        except OSError as error:
-            raise unreadable(self.path(name), error) from error
 
     def read(self, name: str) -> bytes:
         """A file whole. Raises SourceError."""
-        try:
-            return read_small(self.path(name), MAX_DOCUMENT)
-        except FileNotFoundError:
-            raise SourceError(
-                f"{name} is missing in {self.folder}; is this the folder of a published checkpoint?"
-            ) from None
-        except OSError as error:
-            raise unreadable(self.path(name), error) from error
+        with _source_errors(self.path(name)):
+            try:
+                return read_small(self.path(name), MAX_DOCUMENT)
+            except FileNotFoundError:
+                raise SourceError(
+                    f"{name} is missing in {self.folder}; is this the folder of a published checkpoint?"
+                ) from None
 
     def header(self, name: str) -> Header:
         """The checked header of a file. Raises SourceError."""
@@ -194,18 +176,18 @@ def header_of(path: Path) -> Header:
 
 @contextmanager
 def open_file(path: Path) -> Iterator[int]:
-    """A descriptor to read a regular file. What fails in its context, too, is raised as `unreadable`."""
-    try:
-        with os.fdopen(open_regular(path), "rb") as file:
-            yield file.fileno()
-    except OSError as error:
-        raise unreadable(path.name, error) from error
-
-
-def unreadable(what: object, error: OSError) -> ConvertError:
-    """SourceError where a file or folder of the source is not one that could be read; MachineError where the
-    machine failed.
+    """A descriptor to read a regular file. Raises SourceError for anything else; MachineError, also for what
+    fails in its context.
     """
-    if error.errno in OF_THE_PATH:
-        return SourceError(f"{what}: cannot be read ({error.strerror})")
-    return machine_error(f"reading {what}", error)
+    with _source_errors(path), os.fdopen(open_regular(path), "rb") as file:
+        yield file.fileno()
+
+
+@contextmanager
+def _source_errors(path: Path) -> Iterator[None]:
+    """A path that is not what a source has is a SourceError; see `reading`."""
+    try:
+        with reading(path):
+            yield
+    except OSError as error:
+        raise SourceError(f"{path}: cannot be read ({error.strerror})") from error

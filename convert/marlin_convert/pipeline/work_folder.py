@@ -24,6 +24,7 @@ from marlin_convert.storage.files import (
     make_folder,
     open_regular,
     read_small,
+    reading,
     sync_folder,
     write_atomic,
 )
@@ -127,7 +128,7 @@ class WorkFolder:
 
     def finished(self, plan: OutputPlan, unit: OutputUnit) -> FinishedUnit | None:
         """The record of a unit, if there is a whole one and its files are still there with their sizes and
-        headers.
+        headers. Raises MachineError where that cannot be read.
         """
         path = self._path(unit.name)
         try:
@@ -137,7 +138,7 @@ class WorkFolder:
         for file in record.files:
             path = self.out / plan.path(unit, file.rank)
             try:
-                with os.fdopen(open_regular(path), "rb") as opened:
+                with reading(path), os.fdopen(open_regular(path), "rb") as opened:
                     if (
                         os.fstat(opened.fileno()).st_size != file.size
                         or digest(opened.read(unit.data_start)).hex() != file.header

@@ -15,7 +15,7 @@ from marlin_convert.checkpoint.header import MAX_HEADER, MAX_HEADERS, Header, Te
 from marlin_convert.checkpoint.index import json_object
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.documents.manifest import Manifest
-from marlin_convert.errors import ConvertError, OutputError
+from marlin_convert.errors import ConvertError, MachineError, OutputError
 from marlin_convert.models.config_values import MAX_CONFIG
 from marlin_convert.models.family import ModelConfig, parse_config
 from marlin_convert.storage.files import MAX_DOCUMENT, digest, read_small
@@ -108,6 +108,8 @@ def read_kept_source(out: Path, manifest: Manifest) -> KeptSource:
         config = json_object(config_bytes, "config.json")
         blob = read_small(out / DIGESTS, 16 * sum(len(header.tensors) for header in headers))
         model = parse_config(config)
+    except MachineError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, ConvertError) as error:
         raise OutputError(
             f"{out}/source is damaged ({error}), so nothing can be proven; make OUT again: convert with"

@@ -17,7 +17,7 @@ from marlin_convert.checkpoint.header import Header, read_header
 from marlin_convert.documents.manifest import FusedTensor, Manifest, Shard, StoredTensor, read_manifest
 from marlin_convert.errors import OutputError, SourceError, UsageError
 from marlin_convert.slicing import Topology
-from marlin_convert.storage.files import open_regular
+from marlin_convert.storage.files import machine_errors, open_regular
 from marlin_convert.storage.reads import ShortFileError, read_bytes, read_exactly
 from marlin_convert.storage.shard_file import is_filler
 
@@ -171,13 +171,11 @@ class Shards:
             size = os.fstat(descriptor).st_size
             if size != shard.size:
                 raise OutputError(f"{path} has {size} bytes, the manifest says {shard.size}; run verify")
-            self._refuse_other(
-                shard, read_header(str(path), size, partial(read_exactly, descriptor, file=path))
-            )
+            with machine_errors(f"reading {path}"):
+                header = read_header(str(path), size, partial(read_exactly, descriptor, file=path))
+            self._refuse_other(shard, header)
         except BaseException as error:
             os.close(descriptor)
-            if isinstance(error, OSError):
-                raise OutputError(f"{path}: cannot be read ({error.strerror}); run verify") from error
             if isinstance(error, SourceError):
                 raise OutputError(f"{error}; run verify") from error
             raise

@@ -27,6 +27,21 @@ CHUNK = 8 << 20
 MAX_DOCUMENT = 256 << 20
 #: bytes of any other file that is read whole, at most
 MAX_SMALL = 64 << 20
+#: errors that tell what a path is; any other is the machine's
+OF_THE_PATH = frozenset(
+    (
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+        errno.ENXIO,
+        errno.EACCES,
+        errno.EPERM,
+        errno.EINVAL,
+        errno.EFBIG,
+    )
+)
 #: how file systems say that they do not do what was asked
 UNSUPPORTED = frozenset((errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP))
 
@@ -36,9 +51,25 @@ def digest(data: Buffer) -> bytes:
     return xxhash.xxh3_128_digest(data if isinstance(data, (bytes, memoryview)) else data.data)
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Of what fails while a file is read, an OSError that tells what the path is passes: what that means the
+    caller knows. Any other is raised as MachineError: a file is not wrong because a disk fails under it.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in OF_THE_PATH:
+            raise
+        raise machine_error(f"reading {path}", error) from error
+
+
 def open_regular(path: Path) -> int:
-    """A descriptor to read a regular file. Raises OSError for anything else: opening a pipe must not wait."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    """A descriptor to read a regular file. Raises OSError for anything else: opening a pipe must not wait;
+    MachineError.
+    """
+    with reading(path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
@@ -50,22 +81,24 @@ def open_regular(path: Path) -> int:
 
 def read_small(path: Path, most: int) -> bytes:
     """A file whole. Raises OSError for one that is longer than `most` bytes, of which nothing is read; that
-    is no regular file; or that does not bring as many bytes as it has.
+    is no regular file; MachineError where it cannot be read or does not bring as many bytes as it has.
     """
-    with os.fdopen(open_regular(path), "rb") as file:
+    with reading(path), os.fdopen(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
             raise OSError(errno.EFBIG, f"it has {size} bytes, at most {most} are expected", str(path))
         data = file.read(size + 1)
-    if len(data) != size:
-        raise OSError(errno.EIO, f"reading brought {len(data)} bytes of {size}", str(path))
+        if len(data) != size:
+            raise OSError(errno.EIO, f"it brought {len(data)} bytes of {size}", str(path))
     return data
 
 
 def file_digest(path: Path, most: int) -> tuple[int, str]:
-    """Size and xxh3-128 (hex) of a file; no digest of one longer than `most` bytes. Raises OSError."""
+    """Size and xxh3-128 (hex) of a file; no digest of one longer than `most` bytes. Raises OSError where it
+    is no regular file, MachineError where it cannot be read.
+    """
     hasher, size = xxhash.xxh3_128(), 0
-    with os.fdopen(open_regular(path), "rb") as file:
+    with reading(path), os.fdopen(open_regular(path), "rb") as file:
         if (whole := os.fstat(file.fileno()).st_size) > most:
             return whole, "not taken"
         while piece := file.read(CHUNK):
