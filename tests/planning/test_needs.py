@@ -38,6 +38,20 @@ def test_what_the_jobs_read(options: Options, split: bool, tmp_path: Path) -> No
         assert set(unit_files(source, plan, unit)) == read
 
 
+def test_ep_groups_take_turns(tmp_path: Path) -> None:
+    """Threads that work at one time write to different ranks' files."""
+    source = open_source(str(make_small(tmp_path / "checkpoint", experts=8, vt_layers=1).folder))
+    target = Target(source, identify(source), plan_output(source, Options(2, 2)), tmp_path)
+    (unit, *_) = [unit for unit in target.plan.units if unit.source.experts_prefix is not None]
+    jobs = expert_jobs(UnitWork(target, unit, False), 3)
+    assert [(job.experts, job.ranks) for job in jobs] == [
+        (range(3), (0,)),
+        (range(4, 7), (1,)),
+        (range(3, 4), (0,)),
+        (range(7, 8), (1,)),
+    ]
+
+
 def test_a_file_for_each_layer(tiny: Checkpoint) -> None:
     source = open_source(str(tiny.folder))
     plan = plan_output(source, Options(2))

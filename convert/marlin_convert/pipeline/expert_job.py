@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -185,14 +186,18 @@ def _stored_expert(memory: Memory, stack: Stack, at: int, i: int) -> RowView:
 
 
 def expert_jobs(work: UnitWork, batch: int) -> list[ExpertJob]:
-    """The jobs of a layer's routed experts, in expert order, `batch` at a time and never across ep groups."""
-    plan, jobs = work.target.plan, []
+    """The jobs of a layer's routed experts, `batch` at a time and never across ep groups.
+
+    The groups take turns: most file systems let one thread at a time write to a file, and the ranks of a group
+    have files of their own.
+    """
+    plan, groups = work.target.plan, []
     for group in range(plan.topology.ep if work.unit.source.experts_prefix is not None else 0):
         ranks = tuple(rank for rank in plan.ranks if plan.topology.ep_rank(rank) == group)
         owned = plan.topology.expert_range(ranks[0], plan.experts) if ranks else range(0)
-        for first in owned[::batch]:
-            jobs.append(_job(work, range(first, min(first + batch, owned.stop)), ranks))
-    return jobs
+        groups.append([(owned[at : at + batch], ranks) for at in range(0, len(owned), batch)])
+    turns = chain.from_iterable(zip_longest(*groups))
+    return [_job(work, *each) for each in turns if each is not None]
 
 
 def _job(work: UnitWork, experts: range, ranks: tuple[int, ...]) -> ExpertJob:
