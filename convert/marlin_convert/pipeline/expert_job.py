@@ -188,7 +188,7 @@ def _stored_expert(memory: Memory, stack: Stack, at: int, i: int) -> RowView:
 def expert_jobs(work: UnitWork, batch: int) -> list[ExpertJob]:
     """The jobs of a layer's routed experts, `batch` at a time and never across ep groups.
 
-    The groups take turns: most file systems let one thread at a time write to a file, and the ranks of a group
+    The groups take turns: most file systems let one thread at a time write to a file, and each group's ranks
     have files of their own.
     """
     plan, groups = work.target.plan, []
