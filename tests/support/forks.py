@@ -168,6 +168,8 @@ def _child(request: dict[str, Any]) -> None:
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         opened = os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(opened, descriptor)
+    # ignored where the tests themselves run in a shell's background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     faults = _Faults(request["fault"])
     sys.argv = ["marlin-convert", *request["arguments"]]
     code = 70
