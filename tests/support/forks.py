@@ -111,7 +111,7 @@ class _Faults:
             self.seen += 1
             receive(interrupts, number, frame)
 
-        setattr(Interrupts, "_receive", seen)  # noqa: B010 - a method, which mypy lets nobody assign
+        setattr(Interrupts, "_receive", seen)  # noqa: B010  # a method, which mypy lets nobody assign
         for name in CALLS:
             setattr(OWNERS[name], name, self._wrapped(name, getattr(OWNERS[name], name)))
 

@@ -79,8 +79,7 @@ def needed_files(store: HubStore, include: Sequence[str], exclude: Sequence[str]
     """Weights, index, configuration and the small files that are copied; of these, those that the patterns
     choose. Raises SourceError for none.
     """
-    # public, but in an __all__ that is computed, which mypy does not follow in each release
-    from huggingface_hub.utils import (  # type: ignore[attr-defined, unused-ignore]
+    from huggingface_hub.utils import (  # type: ignore[attr-defined, unused-ignore]  # computed __all__
         filter_repo_objects,
     )
 

@@ -105,9 +105,7 @@ class HubFiles:
 
     def _read_once(self, file: HubFile, part: range | None) -> bytes:
         from huggingface_hub import constants, hf_hub_url
-
-        # public, but in an __all__ that is computed, which mypy does not follow in each release
-        from huggingface_hub.utils import (  # type: ignore[attr-defined, unused-ignore]
+        from huggingface_hub.utils import (  # type: ignore[attr-defined, unused-ignore]  # computed __all__
             build_hf_headers,
             hf_raise_for_status,
             http_stream_backoff,
@@ -141,8 +139,7 @@ class HubFiles:
 
         bars: list[Any] = []
 
-        # tqdm has no types of its own, and its stubs, where they are installed, make it generic
-        class Bar(tqdm):  # type: ignore[type-arg, misc, unused-ignore]
+        class Bar(tqdm):  # type: ignore[type-arg, misc, unused-ignore]  # has no types; in its stubs generic
             """Shows nothing, passes bytes on. Xet has two bars, of what has come and of what is written."""
 
             def __init__(self, *args: Any, **kwargs: Any) -> None:
