@@ -12,7 +12,7 @@ import torch
 
 from any_document import plain
 from checkpoints import make_small
-from marlin_convert.bench.kernel import bench_kernel
+from marlin_convert.bench.kernel import KernelSettings, bench_kernel
 from marlin_convert.bench.loaded_layer import load_layer
 from marlin_convert.bench.stats import Summary, summarize
 from marlin_convert.errors import UsageError
@@ -60,7 +60,7 @@ def test_loaded_layer(outs: dict[int, Path]) -> None:
 
 @pytest.mark.parametrize("ep", [1, 2])
 def test_report(outs: dict[int, Path], ep: int) -> None:
-    report = bench_kernel(outs[ep], layer=1, rank=1, tokens=(1, 9), rounds=1, device="cpu")
+    report = bench_kernel(outs[ep], KernelSettings(1, 1, tokens=(1, 9), rounds=1, device="cpu"))
     jsonschema.validate(plain(report), SCHEMA)
     assert [(row.tokens, row.routing, row.use_atomic_add) for row in report.rows] == [
         (tokens, routing, atomic)

@@ -245,11 +245,11 @@ def found_it(report: Any, planted: Any) -> bool:
 
 def bench(out: Path) -> dict[str, Any]:
     """`bench kernel` of rank 0, as the command line prints it."""
-    from marlin_convert.bench.kernel import bench_kernel
+    from marlin_convert.bench.kernel import KernelSettings, bench_kernel
     from marlin_convert.cli.bench_kernel import show
     from marlin_convert.documents.codec import write
 
-    report = bench_kernel(out, layer=LAYER, rank=0)
+    report = bench_kernel(out, KernelSettings(LAYER))
     show(report)
     measured: dict[str, Any] = json.loads(write(report))
     return measured

@@ -11,7 +11,7 @@ on average over the calls) over the device's memory bandwidth measured in the sa
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,6 +34,20 @@ MIN_CALLS = 8
 
 
 @dataclass(frozen=True)
+class KernelSettings:
+    """What is timed: a layer of a rank, at these numbers of tokens; the median of `rounds` replays on
+    `device`, by the provider of this name or else the first that loads there.
+    """
+
+    layer: int
+    rank: int = 0
+    tokens: tuple[int, ...] = TOKENS
+    rounds: int = 30
+    device: str = "cuda"
+    provider: str | None = None
+
+
+@dataclass(frozen=True)
 class _Call:
     """The inputs of one call of a graph: x of w13, c2 of w2."""
 
@@ -45,13 +59,7 @@ class _Call:
 
 def bench_kernel(
     out: str | os.PathLike[str],
-    *,
-    layer: int,
-    rank: int,
-    tokens: Sequence[int] = TOKENS,
-    rounds: int = 30,
-    device: str = "cuda",
-    provider: str | None = None,
+    settings: KernelSettings,
     say: Callable[[str], None] = lambda text: None,
 ) -> KernelBench:
     """Time a converted layer of a rank. Returns the report.
@@ -59,12 +67,13 @@ def bench_kernel(
     Raises UsageError for what is not in `out` and for a layout that the kernel does not read, MachineError
     where no kernel loads or memory does not suffice.
     """
-    chosen = load_for(device, provider)
-    say(f"loading layer {layer} of rank {rank}")
+    provider = load_for(settings.device, settings.provider)
+    timer = Timer(torch.device(settings.device), settings.rounds)
+    say(f"loading layer {settings.layer} of rank {settings.rank}")
     try:
         with torch.inference_mode():
-            loaded = load_layer(out, layer, rank, device)
-            return _Bench(loaded, chosen, Timer(torch.device(device), rounds)).report(tokens, say)
+            loaded = load_layer(out, settings.layer, settings.rank, settings.device)
+            return _Bench(loaded, provider, timer).report(settings.tokens, say)
     except torch.OutOfMemoryError as error:
         raise MachineError(f"the GPU has too little memory for this layer and its bench ({error})") from error
 
@@ -80,7 +89,7 @@ class _Bench:
         self._l2 = 0 if gpu is None else int(gpu.L2_cache_size)
         self._generator = torch.Generator().manual_seed(1)
 
-    def report(self, tokens: Sequence[int], say: Callable[[str], None]) -> KernelBench:
+    def report(self, tokens: tuple[int, ...], say: Callable[[str], None]) -> KernelBench:
         """All rows and what they were measured with."""
         bandwidth = self._timer.memory_bandwidth()
         rows = []

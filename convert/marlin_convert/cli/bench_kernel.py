@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from marlin_convert.cli import output
-from marlin_convert.cli.options import FOLDER, json_option, kernel_options, rounds_option
+from marlin_convert.cli.options import FOLDER, json_option, kernel_options, rank_option, rounds_option
 from marlin_convert.extras import require
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ HEADER = (
 @click.command("kernel")
 @click.argument("out", type=FOLDER)
 @click.option("--layer", type=click.IntRange(0), required=True, help="A layer with routed experts.")
-@click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="Whose shard.")
+@rank_option("Whose shard.")
 @kernel_options
 @rounds_option(30, "Replays of which the median is taken.")
 @click.option(
@@ -46,14 +46,9 @@ HEADER = (
 @json_option
 def command(
     out: Path,
-    layer: int,
-    rank: int,
-    tokens: tuple[int, ...],
-    rounds: int,
-    device: str,
-    provider: str | None,
     plot_to: Path | None,
     as_json: bool,
+    **settings: Any,
 ) -> None:
     """Time the Marlin MoE kernel on a converted layer of one rank: w13, w2 and the fused MoE against the
     bandwidth floor.
@@ -61,22 +56,13 @@ def command(
     Each time is the median of CUDA-graph replays; successive calls hit other experts, so weights come from
     memory, not from the L2 cache.
     """
-    if 0 in tokens:
+    if 0 in settings["tokens"]:
         raise click.UsageError("--tokens: a call has at least one token")
     if plot_to is not None:
         require("matplotlib")  # before minutes of measuring
-    from marlin_convert.bench.kernel import bench_kernel
+    from marlin_convert.bench.kernel import KernelSettings, bench_kernel
 
-    report = bench_kernel(
-        out,
-        layer=layer,
-        rank=rank,
-        tokens=tokens,
-        rounds=rounds,
-        device=device,
-        provider=provider,
-        say=output.message,
-    )
+    report = bench_kernel(out, KernelSettings(**settings), output.message)
     if plot_to is not None:
         from marlin_convert.bench.kernel_plot import plot
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from marlin_convert.cli import output
-from marlin_convert.cli.options import FOLDER, json_option, rounds_option
+from marlin_convert.cli.options import FOLDER, json_option, rank_option, rounds_option
 
 
 @click.command("load")
@@ -15,7 +15,7 @@ from marlin_convert.cli.options import FOLDER, json_option, rounds_option
 @click.option(
     "--source", help="The published checkpoint: also load it as engines do today, repacking on the GPU."
 )
-@click.option("--rank", type=click.IntRange(0), default=0, show_default=True)
+@rank_option("Whose shards.")
 @rounds_option(9, "Warm rounds, and as many cold ones; of the engine's way a third as many.")
 @click.option(
     "--threads",

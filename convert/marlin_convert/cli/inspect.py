@@ -9,7 +9,7 @@ import click
 from msgspec import Struct, to_builtins
 
 from marlin_convert.cli import output
-from marlin_convert.cli.options import gigabytes, json_option
+from marlin_convert.cli.options import gigabytes, json_option, rank_option
 
 
 @click.command("inspect")
@@ -17,13 +17,7 @@ from marlin_convert.cli.options import gigabytes, json_option
 @click.option(
     "--tensor", help="Show one tensor: values, and for packed experts the histogram of their 16 codes."
 )
-@click.option(
-    "--rank",
-    type=click.IntRange(0),
-    default=0,
-    show_default=True,
-    help="Whose tensor, where PATH is a converted folder.",
-)
+@rank_option("Whose tensor, where PATH is a converted folder.")
 @json_option
 def command(path: Path, tensor: str | None, rank: int, as_json: bool) -> None:
     """Show what is in a converted folder or in one .safetensors file."""

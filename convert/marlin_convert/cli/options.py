@@ -133,6 +133,11 @@ def kernel_options(function: F) -> F:
     return function
 
 
+def rank_option(what: str) -> Callable[[F], F]:
+    """--rank, where one is looked at."""
+    return click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help=what)
+
+
 def rounds_option(default: int, what: str = "Rounds of which the median is taken.") -> Callable[[F], F]:
     """--rounds, of a bench."""
     return click.option("--rounds", type=click.IntRange(1), default=default, show_default=True, help=what)
@@ -140,8 +145,10 @@ def rounds_option(default: int, what: str = "Rounds of which the median is taken
 
 def gigabytes(size: float) -> str:
     """Bytes for people."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000 or unit == "GB":
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+    if size < 1000:
+        return f"{size:.0f} B"
+    for unit in ("kB", "MB"):
         size /= 1000
-    return ""
+        if size < 1000:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1000:.1f} GB"
