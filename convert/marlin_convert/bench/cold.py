@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from marlin_convert.errors import MachineError
@@ -20,6 +20,15 @@ def evict(paths: Iterable[Path]) -> None:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
+
+
+def make_cold(paths: Sequence[Path]) -> None:
+    """Have files out of the page cache. Raises MachineError where they stay in it."""
+    evict(paths)
+    if (warm := resident(paths)) > 0.01:
+        raise MachineError(
+            f"{warm:.0%} of the files stay in the page cache; a cold run cannot be measured here"
+        )
 
 
 def resident(paths: Iterable[Path]) -> float:

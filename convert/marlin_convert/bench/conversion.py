@@ -19,7 +19,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from marlin_convert.bench.cold import evict, resident
+from marlin_convert.bench.cold import make_cold
 from marlin_convert.bench.peak_memory import PeakMemory
 from marlin_convert.bench.synthetic import make_layers
 from marlin_convert.documents.bench import (
@@ -32,7 +32,7 @@ from marlin_convert.documents.codec import read
 from marlin_convert.documents.provenance import Stage
 from marlin_convert.documents.results import ConvertResult
 from marlin_convert.errors import MachineError
-from marlin_convert.storage.files import file_system_of
+from marlin_convert.storage.files import lies_in_memory
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def bench_conversion(
             say(f"making {layers} layers of {experts} experts")
             make_layers(source, layers, experts)
         files = sorted(path for path in source.iterdir() if path.is_file())
-        in_memory = file_system_of(source.stat().st_dev) in ("tmpfs", "ramfs")
+        in_memory = lies_in_memory(source.stat().st_dev)
         if in_memory:
             say("this is a file system in memory: nothing is cold here")
         size = sum(path.stat().st_size for path in files)
@@ -103,7 +103,7 @@ def bench_conversion(
             order = steps[number % len(steps) :] + steps[: number % len(steps)]
             for name, run in order if number % 2 == 0 else reversed(order):
                 if not in_memory:
-                    _make_cold(files)
+                    make_cold(files)
                 result = run()
                 runs[name].append(result)
                 say(
@@ -113,15 +113,6 @@ def bench_conversion(
         return _report(size, runs, settings)
     finally:
         shutil.rmtree(place, ignore_errors=True)
-
-
-def _make_cold(files: Sequence[Path]) -> None:
-    evict(files)
-    warm = resident(files)
-    if warm > 0.01:
-        raise MachineError(
-            f"{warm:.0%} of the source stay in the page cache; a cold run cannot be measured here"
-        )
 
 
 def _copy(files: Sequence[Path], target: Path) -> _Run:

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from marlin_convert.bench.cold import evict, resident
+from marlin_convert.bench.cold import make_cold
 from marlin_convert.bench.engine_load import engine_load
 from marlin_convert.bench.load_limits import (
     CACHE,
@@ -31,7 +31,7 @@ from marlin_convert.engines.torch_loader import DIRECT_THREADS, load_rank
 from marlin_convert.errors import MachineError
 from marlin_convert.kernels.providers import load as load_provider
 from marlin_convert.limits import usable_cores
-from marlin_convert.shards.reader import open_shards
+from marlin_convert.shards.reader import Shards, open_shards
 from marlin_convert.slicing import Topology
 
 #: what each path can at most reach: the least of these, measured in the same rounds
@@ -43,7 +43,8 @@ LIMITS = {
     ("mapped", "cold"): (DISK,),
 }
 
-
+#: files into the page cache, or out of it
+PREPARE = {"warm": warm, "cold": make_cold}
 #: rounds before those that count: the first load of a process compiles
 WARM_UPS = {"warm": 1, "cold": 0}
 
@@ -109,14 +110,14 @@ def bench_load(
                 found |= {REGISTERING: register_rate(shards)} if mapped else {}
             for (path, when), way in ways.items():
                 if when == temperature:
-                    _prepare(files, temperature)
+                    PREPARE[temperature](files)
                     way.seconds.append(_seconds(out, rank, path, threads))
             for name, rate in found.items() if i >= warm_ups else ():
                 limits[name].append(rate)
     rates = {name: statistics.median(found) for name, found in limits.items()}
     rows = [way.row(min(LIMITS[key], key=rates.__getitem__), rates) for key, way in ways.items()]
     if source is not None:
-        for way in _engine(source, out, rank, max(rounds // 3, 1), readers):
+        for way in _engine(source, shards, max(rounds // 3, 1), readers):
             rows.append(way.row(None, rates))
             say(f"{way.name}, {way.temperature}: {rows[-1].seconds:.3f} s")
     return LoadBench(
@@ -132,16 +133,6 @@ def bench_load(
     )
 
 
-def _prepare(files: Sequence[Path], temperature: str) -> None:
-    """Files into the page cache, or out of it."""
-    if temperature == "warm":
-        warm(files)
-        return
-    evict(files)
-    if resident(files) > 0.01:
-        raise MachineError("the files stay in the page cache; a cold load cannot be measured here")
-
-
 def _seconds(out: Path, rank: int, path: str, threads: int | None) -> dict[str, float]:
     """One load, by step."""
     seconds = dict(load_rank(out, rank, path=path, threads=threads).seconds)
@@ -149,9 +140,9 @@ def _seconds(out: Path, rank: int, path: str, threads: int | None) -> dict[str, 
     return seconds
 
 
-def _engine(source: str, out: Path, rank: int, rounds: int, threads: int) -> list[_Way]:
-    """The engine's way, warm and cold."""
-    opened, manifest = open_source(source), open_shards(out, rank).manifest
+def _engine(source: str, shards: Shards, rounds: int, threads: int) -> list[_Way]:
+    """The engine's way to load the layers of a rank, warm and cold."""
+    opened, manifest = open_source(source), shards.manifest
     layers = [layer for layer in manifest.layers if layer in opened.model.moe_layers]
     topology, provider = Topology.of(manifest.tp, manifest.ep), load_provider()
     files = [opened.path(header.file) for header in opened.headers]
@@ -159,11 +150,8 @@ def _engine(source: str, out: Path, rank: int, rounds: int, threads: int) -> lis
     for temperature, warm_ups in WARM_UPS.items():
         way = _Way("engine: published files, repack on the GPU", temperature)
         for _ in range(warm_ups + rounds):
-            if temperature == "warm":
-                warm(files)
-            else:
-                evict(files)
-            result = engine_load(opened, layers, rank, topology, provider, threads)
+            PREPARE[temperature](files)
+            result = engine_load(opened, layers, shards.rank or 0, topology, provider, threads)
             way.bytes = result.bytes
             way.seconds.append(result.seconds)
         ways.append(way)

@@ -129,6 +129,13 @@ def existing(place: Path) -> Path:
     return place
 
 
+def free_space(place: Path) -> int:
+    """Bytes free where `place` is or would be made."""
+    import shutil  # here, since it loads what packs archives
+
+    return shutil.disk_usage(existing(place)).free
+
+
 def make_folder(folder: Path) -> None:
     """Make a folder, unless it is there. Raises OSError where a link or something else stands in its place:
     what is written under a name of ours must not land elsewhere.
@@ -249,16 +256,14 @@ def drop_cache(descriptor: int, offset: int, length: int) -> None:
 
 
 @cache
-def file_system_of(device: int) -> str:
-    """The type of the mounted file system with this st_dev, such as ext4 or tmpfs; "" where that cannot be
-    told.
-    """
+def lies_in_memory(device: int) -> bool:
+    """Whether the mounted file system with this st_dev is one in memory; False where that cannot be told."""
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:
         for line in Path("/proc/self/mountinfo").read_text().splitlines():
             fields = line.split()
             if fields[2] == wanted:
-                return fields[fields.index("-") + 1]
+                return fields[fields.index("-") + 1] in ("tmpfs", "ramfs")
     except (OSError, ValueError, IndexError):
         pass
-    return ""
+    return False

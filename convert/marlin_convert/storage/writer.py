@@ -19,7 +19,7 @@ from marlin_convert.storage.files import (
     PAGE,
     UNSUPPORTED,
     drop_cache,
-    file_system_of,
+    lies_in_memory,
     machine_error,
     open_direct,
     sync_folder,
@@ -119,7 +119,7 @@ def _reserve(descriptor: int, size: int) -> None:
 
     A file system in memory would fill every page with zeros here, on one thread, before any is written.
     """
-    if file_system_of(os.fstat(descriptor).st_dev) in ("tmpfs", "ramfs"):
+    if lies_in_memory(os.fstat(descriptor).st_dev):
         os.ftruncate(descriptor, size)
         return
     try:
