@@ -11,6 +11,7 @@ from marlin_convert.errors import UsageError
 from marlin_convert.kernels.fused_moe import Experts, contiguous_expert_map
 from marlin_convert.kernels.gemm_call import Matrix
 from marlin_convert.kernels.quant_types import need_kernel_type
+from marlin_convert.models.family import experts_per_token
 from marlin_convert.shards.reader import open_shards
 from marlin_convert.slicing import Topology
 
@@ -33,7 +34,7 @@ class LoadedLayer:
     @property
     def top_k(self) -> int:
         """Experts of a token."""
-        return min(int(self.manifest.model["num_experts_per_tok"]), self.num_experts)
+        return experts_per_token(self.manifest.model, self.num_experts)
 
     @property
     def expert_bytes(self) -> int:

@@ -131,10 +131,9 @@ def silu_and_mul(c1: Tensor) -> Tensor:
     return (torch.nn.functional.silu(gate.float()) * up.float()).to(c1.dtype)
 
 
-def sum_experts(c3: Tensor, top_k: int, routed_scaling_factor: float = 1.0) -> Tensor:
-    """[M * top_k, H] to [M, H]: the sum over each token's experts, in float32, scaled and rounded once."""
-    total = c3.reshape(-1, top_k, c3.shape[-1]).float().sum(dim=1)
-    return (total * routed_scaling_factor).to(c3.dtype)
+def sum_experts(c3: Tensor, top_k: int) -> Tensor:
+    """[M * top_k, H] to [M, H]: the sum over each token's experts, in float32, rounded once."""
+    return c3.reshape(-1, top_k, c3.shape[-1]).float().sum(dim=1).to(c3.dtype)
 
 
 def route(

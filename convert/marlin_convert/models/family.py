@@ -131,6 +131,11 @@ class ModelConfig:
         return self.dims["moe_intermediate"]
 
     @property
+    def top_k(self) -> int:
+        """Routed experts of a token."""
+        return experts_per_token(self.text, self.experts)
+
+    @property
     def experts_module(self) -> str:
         """The module of the routed experts, under that of its layer."""
         return next(rule.name for rule in self.rules if rule.kind == "experts")
@@ -140,6 +145,11 @@ class ModelConfig:
         from marlin_convert.layout.protocol import ExpertShape  # imports numpy, which not all need
 
         return ExpertShape(self.hidden, self.moe_intermediate, self.quantization.scheme, moe_tp)
+
+
+def experts_per_token(text: Mapping[str, Any], experts: int) -> int:
+    """Of `experts`, by the text model's config or the manifest's constants of it; 8 where they do not say."""
+    return min(int(text.get("num_experts_per_tok", 8)), experts)
 
 
 def rules_digest(rules: Iterable[Rule]) -> str:

@@ -39,7 +39,6 @@ def kernel_check(target: Target, device: str = "cuda") -> Check:
     source, plan, out = target.source, target.plan, target.out
     need_kernel_type(plan.layout.id)
     provider = load_for(device)
-    top_k = int(source.model.text.get("num_experts_per_tok", 8))
     lock = Lock()
 
     def check(unit: OutputUnit) -> None:
@@ -65,7 +64,7 @@ def kernel_check(target: Target, device: str = "cuda") -> Check:
                 originals_from_source(source, files),
                 provider,
                 device,
-                CheckScope(plan.ranks, None, TOKENS, top_k),
+                CheckScope(plan.ranks, None, TOKENS, source.model.top_k),
                 report,
             )
         if not report.ok:

@@ -38,7 +38,7 @@ class FusedCheck:
         for count in tokens:
             x = torch.randn((count, files.shape.hidden), generator=generator).to(device, torch.bfloat16)
             logits = torch.randn((count, files.experts), generator=generator)
-            routing = route(logits, torch.zeros(files.experts), min(top_k, files.experts))
+            routing = route(logits, torch.zeros(files.experts), top_k)
             self._inputs[count] = (x, Routing(routing.weights.to(device), routing.ids.to(device)))
             self._reference[count] = torch.zeros((count, files.shape.hidden), device=device)
         self._kept: dict[int, dict[str, Matrix]] = {}

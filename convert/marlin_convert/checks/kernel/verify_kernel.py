@@ -86,8 +86,7 @@ def verify_kernel(
         raise UsageError(
             "not all ranks are in this folder, so the originals cannot be restored from it; give --source"
         )
-    top_k = int(model.text.get("num_experts_per_tok", 8))
-    scope = CheckScope(tuple(on_ranks), scope_experts, tuple(tokens), top_k)
+    scope = CheckScope(tuple(on_ranks), scope_experts, tuple(tokens), model.top_k)
     shards = {
         rank: open_shards(folder, rank, manifest) for rank in (manifest.ranks if opened is None else on_ranks)
     }
