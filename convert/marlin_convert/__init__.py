@@ -73,9 +73,8 @@ def __dir__() -> list[str]:
 
 def _version() -> str:
     """That of the installed package. AttributeError where the source tree is used without being installed."""
-    from importlib.metadata import PackageNotFoundError, version
+    from marlin_convert.extras import package_version
 
-    try:
-        return version("marlin-convert")
-    except PackageNotFoundError as error:
-        raise AttributeError("marlin-convert is not installed, so it has no version") from error
+    if (version := package_version("marlin-convert")) is None:
+        raise AttributeError("marlin-convert is not installed, so it has no version")
+    return version

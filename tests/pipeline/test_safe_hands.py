@@ -83,7 +83,7 @@ def test_a_disk_that_is_too_small_leaves_no_mark(
 ) -> None:
     """Nothing was begun, so other options may be asked for."""
     used = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr("marlin_convert.pipeline.space.shutil.disk_usage", lambda place: used)
+    monkeypatch.setattr("shutil.disk_usage", lambda place: used)
     with pytest.raises(MachineError, match="are still to be written but only"):
         convert(source.folder, tmp_path / "out", tp=2)
     assert list((tmp_path / "out").iterdir()) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from marlin_convert.documents.records import DownloadRecord
 from marlin_convert.documents.results import DownloadResult
 from marlin_convert.errors import MachineError, SourceError, UsageError
 from marlin_convert.progress import Progress
-from marlin_convert.storage.files import existing, machine_errors, write_atomic
+from marlin_convert.storage.files import free_space, machine_errors, write_atomic
 
 #: files at a time, where the options do not say
 WORKERS = 8
@@ -119,8 +118,7 @@ def _pin_revision(store: HubStore) -> Path:
 
 def _refuse_full_disk(place: Path, needed: int) -> None:
     """Raise MachineError before anything is fetched where not all fits."""
-    place = existing(place)
-    if needed > (free := shutil.disk_usage(place).free):
+    if needed > (free := free_space(place)):
         raise MachineError(
             f"{place}: {needed / 1e9:.1f} GB are to be fetched but only {free / 1e9:.1f} GB are free; free"
             " some space, or let `marlin-convert convert --free-source` keep only a few files at a time"

@@ -25,13 +25,15 @@ from marlin_convert.threads import Workers
 
 #: a sample has at least this many pages of a file that has as many, and less than twice as many
 SAMPLES = 256
+#: files that are looked at together
+AT_A_TIME = 8
 
 
-def identify(source: Source, threads: int = 8) -> SourceIdentity:
+def identify(source: Source) -> SourceIdentity:
     """Identify an opened source. Of a folder this reads a sample of each weight file; of a repository nothing
     more than came with the headers.
     """
-    with Workers(threads) as workers:
+    with Workers(AT_A_TIME) as workers:
         files = tuple(workers.map(lambda header: _identify_file(source, header), source.headers))
     repo, revision = source.store.hub_commit or (None, None)
     config = xxhash.xxh3_128_hexdigest(source.config_bytes)

@@ -23,6 +23,7 @@ from marlin_convert.checkpoint.index import (
     weight_names,
 )
 from marlin_convert.checkpoint.store import RECORD, FolderStore, Store, download_record, folder_of_commit
+from marlin_convert.documents.codec import begins_ours
 from marlin_convert.errors import ConvertError, SourceError, UsageError
 from marlin_convert.models.family import ModelConfig, parse_config
 from marlin_convert.storage.files import MAX_SMALL
@@ -213,7 +214,7 @@ def _store(source: str, hub: HubOptions | None) -> tuple[Store, tuple[str, ...]]
 
 def _refuse_converted(store: Store, names: dict[str, bool]) -> None:
     """Raise SourceError for something that this project wrote."""
-    if names.get("manifest.json") and b'"marlin-convert"' in store.read("manifest.json")[:64]:
+    if names.get("manifest.json") and begins_ours(store.read("manifest.json")):
         raise SourceError(
             f"{store.where} is a conversion already (it has a manifest.json of marlin-convert); give the"
             " published checkpoint"

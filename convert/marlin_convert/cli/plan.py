@@ -75,7 +75,7 @@ def _show_group(made: OutputPlan, group: Sequence[OutputUnit], every: bool) -> N
             rule_of(first, p.spec.name),
             p.spec.dtype,
             "x".join(map(str, p.spec.shape)),
-            first.data_start + p.offset,
+            first.offset(p.spec.name),
             p.spec.size,
         )
         for p in first.files.tensors
@@ -90,9 +90,11 @@ def _show_group(made: OutputPlan, group: Sequence[OutputUnit], every: bool) -> N
 def _show_totals(report: PlanReport) -> None:
     """Padding, source, sizes, and what there is to note."""
     made = report.output
-    padded = made.layout.padded(made.shape)
-    if padded != made.shape.local:
-        output.result(f"padding: the experts' slice of {made.shape.local} is padded to {padded} with zeros")
+    if (padding := made.padding) is not None:
+        output.result(
+            f"padding: the experts' slice of {padding.moe_intermediate} is padded to {padding.padded} with"
+            " zeros"
+        )
     output.result(
         f"copied: {', '.join(report.source.auxiliary) or 'nothing'}; left out:"
         f" {', '.join(report.source.left_out) or 'nothing'}"

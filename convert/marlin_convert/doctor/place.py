@@ -10,7 +10,7 @@ from pathlib import Path
 from marlin_convert.documents.doctor import Place
 from marlin_convert.limits import text_of
 from marlin_convert.storage.buffers import aligned_buffer
-from marlin_convert.storage.files import PAGE, existing, open_direct, write_all
+from marlin_convert.storage.files import PAGE, existing, free_space, open_direct, write_all
 
 PROBE_BYTES = 16 * PAGE
 NO_DIRECT = "the file system has no direct I/O; ordinary I/O is used, which is slower for large files"
@@ -36,10 +36,9 @@ def find_place(path: Path) -> Place:
 
 def _free(folder: Path) -> int | None:
     try:
-        state = os.statvfs(folder)
+        return free_space(folder)
     except OSError:
         return None
-    return state.f_bavail * state.f_frsize
 
 
 def _file_system(folder: Path) -> str | None:

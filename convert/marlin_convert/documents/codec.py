@@ -16,6 +16,8 @@ from marlin_convert.storage.files import digest
 
 #: stands in a sealed document's place of the digest while the digest is taken
 NO_DIGEST = "0" * 32
+#: stands at the beginning of every document by which a folder is known to be ours
+MARK = b'"marlin-convert"'
 
 T = TypeVar("T")
 
@@ -102,6 +104,11 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def begins_ours(start: bytes) -> bool:
+    """Whether a file that starts with these bytes is a document by which a folder is known to be ours."""
+    return MARK in start[:64]
 
 
 def sealed(document: Sealed) -> bytes:

@@ -42,6 +42,13 @@ class FileIdentity(Struct, frozen=True, omit_defaults=True):
 #: what is said of a source here, in the manifest and by plan
 Repo = Annotated[Text | None, about("the hub repository it came from")]
 Commit = Annotated[Text | None, about("its commit")]
+QuantizationAt = Annotated[
+    str,
+    about(
+        "the section of config.json with the quantization_config; empty for the top level",
+        enum=["", "text_config"],
+    ),
+]
 WeightFiles = Annotated[tuple[FileIdentity, ...], Meta(min_length=1), about("weight files in name order")]
 ConfigDigest = Annotated[Digest, about("xxh3-128 of the source's config.json")]
 

@@ -30,7 +30,14 @@ from marlin_convert.documents.fields import (
     UnitName,
     about,
 )
-from marlin_convert.documents.identity import Commit, ConfigDigest, Repo, SourceIdentity, WeightFiles
+from marlin_convert.documents.identity import (
+    Commit,
+    ConfigDigest,
+    QuantizationAt,
+    Repo,
+    SourceIdentity,
+    WeightFiles,
+)
 from marlin_convert.errors import OutputError, UsageError
 from marlin_convert.storage.files import MAX_DOCUMENT, read_small
 from marlin_convert.storage.shard_file import FORMAT, FORMAT_VERSION
@@ -59,13 +66,7 @@ class ManifestSource(Struct, frozen=True, kw_only=True, omit_defaults=True):
     revision: Commit = None
     files: WeightFiles
     config: ConfigDigest
-    quantization_config_at: Annotated[
-        str,
-        about(
-            "the section of config.json with the quantization_config; empty for the top level",
-            enum=["", "text_config"],
-        ),
-    ]
+    quantization_config_at: QuantizationAt
     not_copied: Annotated[tuple[Text, ...], about("what lay in the source and is not here")]
 
     @property

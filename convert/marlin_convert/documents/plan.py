@@ -21,7 +21,7 @@ from marlin_convert.documents.fields import (
     UnitName,
     about,
 )
-from marlin_convert.documents.identity import Commit, Repo
+from marlin_convert.documents.identity import Commit, QuantizationAt, Repo
 from marlin_convert.documents.manifest import OptionalPadding
 
 
@@ -32,9 +32,7 @@ class PlanSource(Struct, frozen=True, omit_defaults=True):
     files: Annotated[OneOrMore, about("weight files")]
     tensors: Annotated[OneOrMore, about("tensors")]
     payload_bytes: Annotated[OneOrMore, about("bytes of all tensors")]
-    quantization_config_at: Annotated[
-        str, about("section of config.json with the quantization_config", enum=["", "text_config"])
-    ]
+    quantization_config_at: QuantizationAt
     repo: Repo = None
     revision: Commit = None
 

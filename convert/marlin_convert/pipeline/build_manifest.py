@@ -16,7 +16,6 @@ from marlin_convert.documents.manifest import (
     Manifest,
     ManifestSource,
     Origin,
-    Padding,
     Parallel,
     Shard,
     StoredLayout,
@@ -140,13 +139,7 @@ def _layout(plan: OutputPlan) -> StoredLayout:
 
 def _parallel(plan: OutputPlan) -> Parallel:
     topology = plan.topology
-    return Parallel(topology.tp, topology.ep, topology.moe_tp, plan.rules, padding(plan))
-
-
-def padding(plan: OutputPlan) -> Padding | None:
-    """What a rank's slice of an expert is padded to; None where it is not."""
-    padded = plan.layout.padded(plan.shape)
-    return None if padded == plan.shape.local else Padding(plan.shape.local, padded)
+    return Parallel(topology.tp, topology.ep, topology.moe_tp, plan.rules, plan.padding)
 
 
 def _unit(plan: OutputPlan, unit: OutputUnit) -> Unit:
@@ -187,7 +180,7 @@ def _shard(
             placed.spec.name,
             placed.spec.dtype,
             placed.spec.shape,
-            unit.data_start + placed.offset,
+            unit.offset(placed.spec.name),
             placed.spec.size,
             file.tensors[placed.spec.name],
             offsets.get((unit.name, file.rank, placed.spec.name)),

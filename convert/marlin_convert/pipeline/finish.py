@@ -11,7 +11,6 @@ import platform
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
 
@@ -22,6 +21,7 @@ from marlin_convert.documents.engine_files import quantization_config
 from marlin_convert.documents.manifest import ListedFile
 from marlin_convert.documents.provenance import Provenance
 from marlin_convert.documents.records import FinishedUnit
+from marlin_convert.extras import package_version
 from marlin_convert.models.quantization import rewritten
 from marlin_convert.pipeline.build_manifest import build_manifest, digest_file, rank_index, source_digests
 from marlin_convert.pipeline.card import model_card
@@ -97,16 +97,12 @@ def _indexes(plan: OutputPlan) -> dict[str, bytes]:
 
 def provenance(source: Source, stages: Stages) -> bytes:
     """Who, when, how fast: sealed, but never compared."""
-    try:
-        own = version("marlin-convert")
-    except PackageNotFoundError:
-        own = "unknown"
     return sealed(
         Provenance(
             format=FORMAT,
             format_version=FORMAT_VERSION,
             digest=NO_DIGEST,
-            tool=f"marlin-convert {own}",
+            tool=f"marlin-convert {package_version('marlin-convert') or 'unknown'}",
             when=datetime.now(UTC).isoformat(timespec="seconds"),
             host=platform.node(),
             machine=(

@@ -162,12 +162,12 @@ class Conversion:
             with machine_errors(f"clearing {out}"):
                 clear_output(out, target.source.auxiliary)
         with machine_errors(f"beginning in {out}"):
-            if decision.recheck:
-                compare_recorded(target.source, self._recorded().values(), decision.recheck)
             if decision.action is Action.REPAIR:
                 reopen(target, self.work, decision.job)
-            remove_partials(out)
             self.records = self._recorded()
+            if decision.recheck:
+                compare_recorded(target.source, self.records.values(), decision.recheck)
+            remove_partials(out)
         return [unit for unit in target.plan.units if unit.name not in self.records]
 
     def _begin(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from marlin_convert.checkpoint.fetcher import Fetcher
 from marlin_convert.errors import MachineError
 from marlin_convert.planning.output_plan import OutputUnit
-from marlin_convert.storage.files import existing
+from marlin_convert.storage.files import existing, free_space
 
 #: room for indexes, manifest, headers of the source and other small files
 SMALL_FILES = 64 << 20
@@ -35,7 +34,7 @@ def refuse_full_disk(out: Path, left: Sequence[OutputUnit], fetcher: Fetcher) ->
 
 def _refuse(folder: Path, size: int, source: int, hint: str) -> None:
     """Raise where `size` bytes, `source` of them source files, do not fit."""
-    free = shutil.disk_usage(folder).free
+    free = free_space(folder)
     if free < size:
         files = f", {_bytes(source)} of it source files," if source else ""
         raise MachineError(

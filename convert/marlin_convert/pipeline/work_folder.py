@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from marlin_convert.documents.codec import read, write
+from marlin_convert.documents.codec import begins_ours, read, write
 from marlin_convert.documents.records import FinishedUnit, JobRecord, read_record, write_record
 from marlin_convert.errors import MachineError, MachineWarning, OutputError
 from marlin_convert.planning.output_plan import OutputPlan, OutputUnit
@@ -34,8 +34,6 @@ WORK = ".work"
 REMOVING = "removing.json"
 #: how file systems say that they lock nothing, or no folders (NFS: EBADF)
 NO_LOCKS = UNSUPPORTED | {errno.ENOLCK, errno.EBADF, errno.EISDIR}
-#: begins every document by which a folder is known to be ours
-MARK = b'"marlin-convert"'
 #: what opening a file of ours says where there is none: nothing, a link, or something in its place or above
 #: it
 NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)
@@ -52,7 +50,7 @@ def is_marked(path: Path) -> bool:
             return False
         raise machine_error(f"reading {path}", error) from error
     with os.fdopen(descriptor, "rb") as file:
-        return stat.S_ISREG(os.fstat(descriptor).st_mode) and MARK in file.read(64)
+        return stat.S_ISREG(os.fstat(descriptor).st_mode) and begins_ours(file.read(64))
 
 
 @contextmanager

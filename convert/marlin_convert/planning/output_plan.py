@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from marlin_convert.checkpoint.source import Source
+from marlin_convert.documents.manifest import Padding
 from marlin_convert.errors import SourceError, UsageError
 from marlin_convert.layout import DEFAULT_LAYOUT, get_layout
 from marlin_convert.layout.protocol import ExpertShape, Layout, StackedTensor
@@ -122,6 +123,12 @@ class OutputPlan:
     def total_bytes(self) -> int:
         """Bytes of all shard files."""
         return sum(unit.file_size * len(unit.ranks) for unit in self.units)
+
+    @property
+    def padding(self) -> Padding | None:
+        """What a rank's slice of an expert is padded to; None where it is not."""
+        padded = self.layout.padded(self.shape)
+        return None if padded == self.shape.local else Padding(self.shape.local, padded)
 
     def rank_bytes(self) -> int:
         """Bytes of the tensors one rank loads (fillers and headers not counted)."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,6 @@ from pathlib import Path
 from marlin_convert.checkpoint.fetcher import fetch_order, most_at_once
 from marlin_convert.checkpoint.hub_files import HubOptions
 from marlin_convert.checkpoint.source import Source, open_source
-from marlin_convert.documents.manifest import Padding
 from marlin_convert.documents.plan import (
     Plan,
     PlanBytes,
@@ -25,7 +23,7 @@ from marlin_convert.documents.plan import (
 from marlin_convert.limits import Allowance, allow, read_limits
 from marlin_convert.planning.needs import needs
 from marlin_convert.planning.output_plan import Options, OutputPlan, OutputUnit, plan_output
-from marlin_convert.storage.files import existing
+from marlin_convert.storage.files import free_space
 from marlin_convert.storage.shard_file import is_filler
 
 
@@ -46,7 +44,6 @@ class PlanReport:
         plan, source = self.output, self.source
         repo, revision = source.store.hub_commit or (None, None)
         fetched, staged = self.fetched() or (None, None)
-        padded = plan.layout.padded(plan.shape)
         return Plan(
             source=PlanSource(
                 label=source.label,
@@ -64,7 +61,7 @@ class PlanReport:
             ranks=tuple(plan.ranks),
             layers=tuple(plan.layers),
             complete=plan.complete,
-            padding=None if padded == plan.shape.local else Padding(plan.shape.local, padded),
+            padding=plan.padding,
             bytes=PlanBytes(plan.total_bytes, plan.rank_bytes(), self.free, fetched, staged),
             resources=PlanResources(
                 self.allowance.threads.value,
@@ -84,7 +81,7 @@ class PlanReport:
                 placed.spec.name,
                 placed.spec.dtype,
                 placed.spec.shape,
-                unit.data_start + placed.offset,
+                unit.offset(placed.spec.name),
                 placed.spec.size,
                 rule_of(unit, placed.spec.name),
             )
@@ -142,11 +139,6 @@ def plan(
     free = None if out is None else free_space(Path(out))
     allowance = allow(read_limits(), ranks=len(output.ranks))
     return PlanReport(opened, output, free, tuple(_notes(opened)), allowance)
-
-
-def free_space(place: Path) -> int:
-    """Bytes free where `place` is or would be."""
-    return shutil.disk_usage(existing(place)).free
 
 
 def _notes(source: Source) -> list[str]:
