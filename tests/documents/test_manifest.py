@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anywhere import holder, paths, put_odd_values
-from marlin_convert.documents.codec import seal_holds, sealed, typed, write
-from marlin_convert.documents.engine_files import quantization_config
+from marlin_convert.documents.codec import seal_holds, sealed, typed
 from marlin_convert.documents.identity import FileIdentity, SourceIdentity
 from marlin_convert.documents.manifest import (
     FusedTensor,
@@ -259,15 +258,3 @@ def test_mutated_manifests(data: st.DataObject, count: int) -> None:
         assert all(type(path) is str for path in listed)
         return
     assert said.startswith("out/manifest.json: ")
-
-
-def test_what_stands_in_the_converted_config() -> None:
-    assert json.loads(write(quantization_config("moe_wna16_marlin.u4b8", 4, 32, True))) == {
-        "quant_method": "marlin-convert",
-        "format": "moe_wna16_marlin.u4b8",
-        "format_version": 1,
-        "bits": 4,
-        "group_size": 32,
-        "symmetric": True,
-        "modules": "routed_experts",
-    }
