@@ -22,8 +22,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "convert"), str(ROOT / "tests" / "support")]
 
@@ -223,7 +221,7 @@ def still_wrong(out: Path, source: Path, rank: int, expert: int) -> dict[str, An
 
     report = verify_kernel(out, str(source), ranks=[rank], tokens=())
     places = [(finding.layer, finding.rank, finding.expert) for finding in report.findings]
-    wrong = [msgspec.structs.asdict(verdict) for verdict in report.verdicts if not verdict.ok]
+    wrong = [asdict(verdict) for verdict in report.verdicts if not verdict.ok]
     for finding in report.findings:
         say(f"  {finding}")
     return {

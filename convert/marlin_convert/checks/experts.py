@@ -10,9 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from marlin_convert.assemble import Matrices, StoredSlice, assemble_expert, piece_of, read_pieces
-from marlin_convert.checks.findings import Finding, Verification
+from marlin_convert.checks.findings import Finding
 from marlin_convert.checks.origins import expert_owner
 from marlin_convert.checks.published import Published
+from marlin_convert.checks.units import UnitVerification
+from marlin_convert.checks.values import count_values
 from marlin_convert.layout.protocol import PROJECTIONS, ExpertShape, Layout, Role
 from marlin_convert.storage.buffers import Bytes
 from marlin_convert.storage.files import digest
@@ -67,7 +69,7 @@ class ExpertCheck:
 
     reader: PieceReader
     published: Published
-    report: Verification
+    report: UnitVerification
     stored: StoredLayer
 
     def check(self, expert: int) -> None:
@@ -115,6 +117,7 @@ class ExpertCheck:
             slices,
             lambda p, role: self.published.whole(self._name(expert, p, role)),
         )
+        self.report.count_values(count_values(matrices, expert))
         dirty = {owners[index] for index in unclean}
         for rank in sorted(dirty):
             self._add(expert, None, rank, "the padding is not zero")

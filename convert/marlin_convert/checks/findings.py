@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from threading import Lock
+from typing import TYPE_CHECKING
 
 from marlin_convert.documents.checks import ReportedFinding, VerifyReport
+
+if TYPE_CHECKING:
+    from marlin_convert.checks.units import UnitVerification
 
 #: what a finding says where the output is what it was made to be and the source is not
 SOURCE_DAMAGED = "of the source may be damaged; fetch it again first"
@@ -34,13 +38,21 @@ class Finding:
 
 @dataclass
 class Verification:
-    """What `verify` found: what is wrong, and how much was read and proven. Filled from several threads."""
+    """What `verify` found: what is wrong, and how much was read and proven. Filled from several threads.
+
+    `units` has the same by unit, as far as it got; `with_source`: the published files were read, too;
+    `seconds` by stage; `environment`: what ran, for reports.
+    """
 
     findings: list[Finding] = field(default_factory=list)
     files: int = 0
     bytes: int = 0
     proven: int = 0
     unproven: int = 0
+    with_source: bool = False
+    units: dict[str, UnitVerification] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    environment: dict[str, str | None] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
     @property
@@ -65,8 +77,21 @@ class Verification:
 
     def document(self) -> VerifyReport:
         """For `--json`."""
-        findings = reported(sorted(self.findings, key=str))
-        return VerifyReport(self.ok, self.files, self.bytes, self.proven, self.unproven, findings)
+        from marlin_convert.checks.units import Blame
+
+        blame = Blame(self.findings)
+        return VerifyReport(
+            ok=self.ok,
+            against="source" if self.with_source else "digests",
+            files=self.files,
+            bytes=self.bytes,
+            tensors_proven=self.proven,
+            tensors_unproven=self.unproven,
+            seconds=rounded(self.seconds),
+            environment=self.environment,
+            units=tuple(unit.summed_up(blame) for unit in self.units.values()),
+            findings=reported(sorted(self.findings, key=str)),
+        )
 
 
 def reported(findings: Iterable[Finding]) -> tuple[ReportedFinding, ...]:
@@ -75,3 +100,8 @@ def reported(findings: Iterable[Finding]) -> tuple[ReportedFinding, ...]:
         ReportedFinding(each.path, each.what, each.layer, each.expert, each.projection, each.rank, str(each))
         for each in findings
     )
+
+
+def rounded(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Times as reports have them, to a millisecond."""
+    return {stage: round(each, 3) for stage, each in seconds.items()}

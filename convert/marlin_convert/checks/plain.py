@@ -88,7 +88,7 @@ class PlainCheck:
             if culprits:
                 return
             what = f"{origin.tensor}, put together from all ranks, differs from the source{hint}"
-            self.report.add(Finding(held[0].shard.path, what, self.layer))
+            self.report.add(Finding(held[0].shard.path.split("/")[1], what, self.layer))
         for item in held:
             first = firsts[item.rank // origin.replicas].rank
             if found[item.rank] != found[first]:

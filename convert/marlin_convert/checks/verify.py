@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from marlin_convert.checks.structural import (
     check_listed_files,
     check_small_files,
 )
+from marlin_convert.checks.units import UnitVerification
 from marlin_convert.documents.manifest import Manifest, Unit, read_manifest
 from marlin_convert.errors import OutputError, UsageError
 from marlin_convert.layout import get_layout, known_layouts
@@ -55,7 +57,7 @@ def verify(
     if not folder.is_dir():
         raise UsageError(f"{out} is not a folder")
     manifest = read_manifest(folder)
-    report = Verification()
+    report, begin = Verification(with_source=source is not None), time.perf_counter()
     with machine_errors(f"checking {out}"):
         kept = read_kept_source(folder, manifest)
         check_listed_files(folder, manifest, report)
@@ -76,12 +78,15 @@ def verify(
                 f"{out}/source/digests.bin is damaged, so nothing can be proven from {out} alone: give"
                 f" --source; {REMAKE}"
             )
+        read = time.perf_counter()
         published = Published(kept, opened, sound, report)
         tasks = list(_Data(folder, manifest, kept, published).tasks(good & right, report))
         with Workers(threads or usable_cores()) as workers:
             for done, _ in enumerate(workers.map(lambda task: task(), tasks), 1):
                 if progress is not None:
                     progress(done, len(tasks))
+    end = time.perf_counter()
+    report.seconds = {"documents and headers": read - begin, "tensors": end - read, "total": end - begin}
     return report
 
 
@@ -99,15 +104,22 @@ class _Data:
         """A task for each tensor and each expert; `good` are the paths of shards that may be read."""
         for unit in self._manifest.units:
             shards = [shard for shard in self._manifest.shards if shard.unit == unit.name]
+            part = UnitVerification(whole=report, unit=unit, shards=shards)
             if not shards or any(shard.path not in good for shard in shards):
-                report.count(unproven=sum(len(origin.sources) for origin in unit.tensors))
+                part.read = False
+                part.count(unproven=sum(len(origin.sources) for origin in unit.tensors))
                 continue
-            stored = [StoredSlice(shard, tensor) for shard in shards for tensor in shard.tensors]
-            yield from self._plain_tasks(unit, stored, len(shards), report)
-            yield from self._expert_tasks(unit, stored, report)
-            for item in stored:
-                if is_filler(item.tensor.name):
-                    yield partial(self._check_filler, item, unit.layer, report)
+            for task in self._unit_tasks(part):
+                yield partial(part.timed, task)
+
+    def _unit_tasks(self, part: UnitVerification) -> Iterator[Callable[[], None]]:
+        unit, shards = part.unit, part.shards
+        stored = [StoredSlice(shard, tensor) for shard in shards for tensor in shard.tensors]
+        yield from self._plain_tasks(unit, stored, len(shards), part)
+        yield from self._expert_tasks(unit, stored, part)
+        for item in stored:
+            if is_filler(item.tensor.name):
+                yield partial(self._check_filler, item, unit.layer, part)
 
     def _plain_tasks(
         self, unit: Unit, stored: Sequence[StoredSlice], shards: int, report: Verification
@@ -127,7 +139,7 @@ class _Data:
             yield partial(check.check, origin, held)
 
     def _expert_tasks(
-        self, unit: Unit, stored: Sequence[StoredSlice], report: Verification
+        self, unit: Unit, stored: Sequence[StoredSlice], report: UnitVerification
     ) -> Iterator[Callable[[], None]]:
         stacked = [origin.tensor for origin in unit.tensors if origin.rule == "experts"]
         if not stacked or unit.layer is None:

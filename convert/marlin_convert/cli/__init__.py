@@ -103,7 +103,7 @@ def _run(arguments: list[str]) -> int:
 def _call(arguments: list[str]) -> object:
     """Run the verb. What fails in the midst of an interrupt is the interrupt."""
     try:
-        return cli.main(arguments, prog_name="marlin-convert", standalone_mode=False)
+        return cli.main(arguments, prog_name="marlin-convert", standalone_mode=False, obj=tuple(arguments))
     except Exception as error:
         if (interrupt := interrupt_behind(error)) is not None:
             _show(error)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import click
 
 from marlin_convert.cli import output
-from marlin_convert.cli.options import gigabytes, hub_options, json_option, parallel_options, size
+from marlin_convert.cli.options import hub_options, json_option, parallel_options, size
 from marlin_convert.errors import UsageError
+from marlin_convert.words import gigabytes
 
 if TYPE_CHECKING:
     from marlin_convert.pipeline.run import Converted

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import click
 
 from marlin_convert.cli import output
-from marlin_convert.cli.options import gigabytes, json_option
+from marlin_convert.cli.options import json_option
+from marlin_convert.words import gigabytes
 
 if TYPE_CHECKING:
     from marlin_convert.documents.doctor import Driver, Examination, Torch

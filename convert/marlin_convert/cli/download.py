@@ -5,7 +5,8 @@ from __future__ import annotations
 import click
 
 from marlin_convert.cli import output
-from marlin_convert.cli.options import gigabytes, hub_options, json_option
+from marlin_convert.cli.options import hub_options, json_option
+from marlin_convert.words import gigabytes
 
 
 @click.command("download")

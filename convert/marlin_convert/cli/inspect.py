@@ -9,7 +9,9 @@ import click
 from msgspec import Struct, to_builtins
 
 from marlin_convert.cli import output
-from marlin_convert.cli.options import gigabytes, json_option, rank_option
+from marlin_convert.cli.options import json_option, rank_option
+from marlin_convert.cli.report import report_option, reporter
+from marlin_convert.words import gigabytes
 
 
 @click.command("inspect")
@@ -18,16 +20,25 @@ from marlin_convert.cli.options import gigabytes, json_option, rank_option
     "--tensor", help="Show one tensor: values, and for packed experts the histogram of their 16 codes."
 )
 @rank_option("Whose tensor, where PATH is a converted folder.")
+@report_option
 @json_option
-def command(path: Path, tensor: str | None, rank: int, as_json: bool) -> None:
+def command(path: Path, tensor: str | None, rank: int, report: Path | None, as_json: bool) -> None:
     """Show what is in a converted folder or in one .safetensors file."""
+    from marlin_convert.report.inspect_page import inspect_page
     from marlin_convert.shards import inspect
 
+    if report is not None and (tensor or not path.is_dir()):
+        raise click.UsageError("--report is for a converted folder as a whole")
     found: Struct
     if path.is_dir():
         if rank and not tensor:
             raise click.UsageError("--rank goes with --tensor: without it the whole folder is shown")
-        found = inspect.describe_tensor_of(path, rank, tensor) if tensor else inspect.describe_folder(path)
+        written = reporter(report, "inspect", str(path))
+        with written.working():
+            found = (
+                inspect.describe_tensor_of(path, rank, tensor) if tensor else inspect.describe_folder(path)
+            )
+        written.finish(found, inspect_page)
     else:
         found = inspect.describe_tensor_in(path, tensor) if tensor else inspect.describe_file(path)
     if as_json:

@@ -141,14 +141,3 @@ def rank_option(what: str) -> Callable[[F], F]:
 def rounds_option(default: int, what: str = "Rounds of which the median is taken.") -> Callable[[F], F]:
     """--rounds, of a bench."""
     return click.option("--rounds", type=click.IntRange(1), default=default, show_default=True, help=what)
-
-
-def gigabytes(size: float) -> str:
-    """Bytes for people."""
-    if size < 1000:
-        return f"{size:.0f} B"
-    for unit in ("kB", "MB"):
-        size /= 1000
-        if size < 1000:
-            return f"{size:.1f} {unit}"
-    return f"{size / 1000:.1f} GB"

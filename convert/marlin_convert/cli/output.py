@@ -12,6 +12,7 @@ from msgspec import Struct
 from marlin_convert.cli import streams
 from marlin_convert.documents.codec import write
 from marlin_convert.progress import Progress
+from marlin_convert.words import printable
 
 
 def result(text: str) -> None:
@@ -31,7 +32,7 @@ def message(text: str) -> None:
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Rows in columns; numbers to the right."""
-    cells = [[streams.printable(str(cell)) for cell in row] for row in rows]
+    cells = [[printable(str(cell)) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in [list(header), *cells]) for i in range(len(header))]
     right = [bool(rows) and all(isinstance(row[i], (int, float)) for row in rows) for i in range(len(header))]
     for row in [list(header), *cells]:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from marlin_convert.cli import output
-from marlin_convert.cli.options import gigabytes, hub_options, json_option, parallel_options
+from marlin_convert.cli.options import hub_options, json_option, parallel_options
+from marlin_convert.words import gigabytes
 
 if TYPE_CHECKING:
     from marlin_convert.planning.output_plan import OutputPlan, OutputUnit

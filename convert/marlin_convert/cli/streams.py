@@ -10,6 +10,7 @@ from typing import TextIO
 import click
 
 from marlin_convert.errors import MachineError
+from marlin_convert.words import printable
 
 #: characters of an error that are printed
 MAX_LINE = 4000
@@ -23,16 +24,6 @@ def occupy() -> None:
         if getattr(sys, name) is None:
             # takes the lowest free number: that of the closed one
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDONLY), mode))
-
-
-def printable(text: str, keep: str = "") -> str:
-    """Text with what a terminal would obey instead of show, as names out of a file may have it, written out:
-    control characters, marks of direction, halves of surrogates.
-    """
-    return "".join(
-        char if char.isprintable() or char in keep else char.encode("unicode_escape").decode()
-        for char in text
-    )
 
 
 def error_line(error: BaseException) -> str:

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import click
-from msgspec import Struct
 
+from marlin_convert.checks.outcome import error_text, of_kernel, of_verification
 from marlin_convert.cli import output
-from marlin_convert.cli.options import gigabytes, json_option, kernel_options, numbers
-from marlin_convert.documents.codec import write
-from marlin_convert.storage.files import machine_errors
+from marlin_convert.cli.options import json_option, kernel_options, numbers
+from marlin_convert.cli.report import Reporter, report_option, reporter
 
 if TYPE_CHECKING:
-    from marlin_convert.checks.findings import Finding, Verification
-    from marlin_convert.checks.kernel.kernel_report import KernelReport
+    from marlin_convert.checks.outcome import Outcome
+    from marlin_convert.documents.checks import KernelCheck, ReportedFinding
 
 #: findings printed in full; a broken folder can have a hundred thousand
 SHOWN = 40
-#: files without which nothing can be reused
-KEPT = ("manifest.json", "digests.bin", "source/digests.bin", "source/config.json")
 
 
 @click.command("verify")
@@ -44,12 +40,7 @@ KEPT = ("manifest.json", "digests.bin", "source/digests.bin", "source/config.jso
     "--sample", type=click.IntRange(1), help="With --kernel: only this many experts, spread evenly."
 )
 @kernel_options
-@click.option(
-    "--report",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Write the full report as JSON into this folder.",
-)
+@report_option
 @json_option
 @click.pass_context
 def command(
@@ -82,119 +73,74 @@ def command(
     ]
     if given and not kernel:
         raise click.UsageError(f"--{given[0]} goes with --kernel; without it everything is checked", ctx)
-    _prepare(report)
+    written = reporter(report, "kernel-report" if kernel else "verify", out)
     ok = (
-        _kernel(out, source, report, as_json, scope)
+        _kernel(out, source, as_json, written, scope)
         if kernel
-        else _exact(out, source, threads, report, as_json)
+        else _exact(out, source, threads, as_json, written)
     )
     if not ok:
         ctx.exit(1)
 
 
-def _exact(out: str, source: str | None, threads: int | None, folder: Path | None, as_json: bool) -> bool:
+def _exact(out: str, source: str | None, threads: int | None, as_json: bool, report: Reporter) -> bool:
     from marlin_convert.checks.verify import verify
+    from marlin_convert.report.verify_page import verify_page
 
-    with output.progress_bar("verifying", "step") as progress:
+    with report.working(), output.progress_bar("verifying", "step") as progress:
         found = verify(out, source, threads=threads, progress=progress)
-    _write(folder, "verify.json", found.document())
-    if as_json:
-        output.document(found.document())
-    else:
-        _show(found.findings)
-        output.result(_summary(found, source))
-        if not found.ok:
-            output.message(f"to mend it: {_mend(found.findings)}")
+    found.environment = report.environment()
+    document = found.document()
+    try:
+        report.finish(document, verify_page)
+    finally:  # what took hours is said, even where the report cannot be written
+        if as_json:
+            output.document(document)
+        else:
+            _show(document.findings)
+            _conclude(of_verification(document))
     return found.ok
 
 
-def _mend(findings: Sequence[Finding]) -> str:
-    """What to do first."""
-    from marlin_convert.checks.findings import SOURCE_DAMAGED, STRAY
-
-    if any("(Permission denied)" in finding.what for finding in findings):
-        return "see that the files named above can be read, then verify again"
-    if any(SOURCE_DAMAGED in finding.what for finding in findings):
-        return "fetch the source files named above again, then verify again, before anything is removed"
-    if any(finding.path in KEPT or finding.path.startswith("source/headers/") for finding in findings):
-        return (
-            "run the same convert command again with --overwrite: what the folder keeps to prove itself is"
-            " damaged"
-        )
-    stray = [finding for finding in findings if STRAY in finding.what]
-    move = "move away what is not in the manifest" if stray else ""
-    if len(stray) == len(findings):
-        return move
-    again = "files named above and run the same convert command again; it remakes what is missing"
-    return f"{move}, remove the other {again}" if stray else f"remove the {again}"
-
-
-def _summary(found: Verification, source: str | None) -> str:
-    against = "the source itself" if source else "the source's digests"
-    looked = (
-        f"{found.files} files, {gigabytes(found.bytes)} read, {found.proven:,} source tensors compared with"
-        f" {against}"
-    )
-    if found.unproven:
-        looked += f"; {found.unproven:,} could not be put together from what is in OUT" + (
-            "" if source else " (give --source)"
-        )
-    return f"{'exact' if found.ok and not found.unproven else 'sound' if found.ok else 'NOT OK'}: {looked}"
-
-
-def _kernel(out: str, source: str | None, folder: Path | None, as_json: bool, scope: dict[str, Any]) -> bool:
+def _kernel(out: str, source: str | None, as_json: bool, report: Reporter, scope: dict[str, Any]) -> bool:
     from marlin_convert.checks.kernel.verify_kernel import verify_kernel
+    from marlin_convert.report.kernel_page import kernel_page
 
     scope["tokens"] = tuple(count for count in scope["tokens"] if count)
-    with output.progress_bar("running the kernel", "layer") as progress:
+    with report.working(), output.progress_bar("running the kernel", "layer") as progress:
         found = verify_kernel(out, source, progress=progress, **scope)
-    _write(folder, "kernel-report.json", found.document())
-    if as_json:
-        output.document(found.document(every_expert=False))
-    else:
-        _show(found.findings)
-        _show_kernel(found)
+    found.environment |= report.environment()
+    document = found.document()
+    try:
+        report.finish(document, kernel_page)
+    finally:
+        if as_json:
+            output.document(found.document(every_expert=False))
+        else:
+            _show(document.findings)
+            _show_kernel(document)
     return found.ok
 
 
-def _show_kernel(found: KernelReport) -> None:
-    environment = found.environment
-    output.result(
-        f"provider {environment['provider']}, torch {environment['torch']},"
-        f" {environment.get('gpu', 'no GPU')}"
-    )
+def _show_kernel(found: KernelCheck) -> None:
+    ran = found.environment
+    output.result(f"provider {ran['provider']}, torch {ran['torch']}, {ran.get('gpu', 'no GPU')}")
     for verdict in found.fused:
-        output.result(
-            f"layer {verdict.layer}, {verdict.tokens} tokens, all ranks: relative error"
-            f" {verdict.relative_error:.2e}"
-        )
+        error = error_text(verdict.relative_error)
+        output.result(f"layer {verdict.layer}, {verdict.tokens} tokens, all ranks: relative error {error}")
     for line in found.skipped:
         output.result(f"not run: {line}")
-    worst = max((verdict.relative_error or 0.0 for verdict in found.verdicts), default=0.0)
-    seconds = found.seconds.get("total", 0.0)
-    output.result(
-        f"{'kernel-exact' if found.ok else 'NOT OK'}: the kernel read back {found.weights_read_back:,}"
-        f" weights of {len(found.verdicts):,} matrices; largest relative error with random activations"
-        f" {worst:.2e}; {seconds:.1f} s"
-    )
+    _conclude(of_kernel(found))
 
 
-def _show(findings: Sequence[Finding]) -> None:
-    for finding in sorted(findings, key=str)[:SHOWN]:
+def _conclude(outcome: Outcome) -> None:
+    output.result(str(outcome))
+    if outcome.mend:
+        output.message(f"to mend it: {outcome.mend}")
+
+
+def _show(findings: Sequence[ReportedFinding]) -> None:
+    for finding in sorted(finding.message for finding in findings)[:SHOWN]:
         output.result(f"WRONG {finding}")
     if len(findings) > SHOWN:
         output.result(f"... and {len(findings) - SHOWN} more; --json lists all")
-
-
-def _prepare(folder: Path | None) -> None:
-    """Before hours of work: can the report be written there?"""
-    if folder is not None:
-        with machine_errors(f"creating {folder}"):
-            folder.mkdir(parents=True, exist_ok=True)
-            with TemporaryFile(dir=folder):
-                pass
-
-
-def _write(folder: Path | None, name: str, document: Struct) -> None:
-    if folder is not None:
-        (folder / name).write_bytes(write(document, indent=1) + b"\n")

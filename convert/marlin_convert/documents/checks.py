@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from marlin_convert.documents.fields import Count, OneOrMore, Seconds, Share, Text, about
 
@@ -29,32 +29,114 @@ class ReportedFinding(Struct, frozen=True):
 Findings = Annotated[tuple[ReportedFinding, ...], about("all that is wrong")]
 
 
+ShardState = Literal["exact", "sound", "unread", "suspect", "wrong"]
+
+
+class CheckedShard(Struct, frozen=True):
+    """How a file of a unit stands."""
+
+    rank: Annotated[Count | None, about("whose it is; null in common/")]
+    state: Annotated[
+        ShardState,
+        about(
+            "exact: read and equal to the source; sound: read, whole, but not all of its unit could be put"
+            " together; unread: its data was not read, since another file of its unit is unsound; suspect:"
+            " something is wrong in its unit, of which rank is not known; wrong: a finding names it"
+        ),
+    ]
+
+
+class CountedScale(Struct, frozen=True):
+    """A bin of scales, a quarter of the way to the next power of two wide."""
+
+    begin: Annotated[Share, about("the smallest magnitude in it")]
+    count: Annotated[OneOrMore, about("scales in it")]
+
+
+class CountedValues(Struct, frozen=True):
+    """Codes and scales of a projection of the routed experts of a layer, of some 32 rows of each matrix."""
+
+    projection: Annotated[str, about("which", enum=["gate_proj", "up_proj", "down_proj"])]
+    codes: Annotated[
+        tuple[Count, ...], Meta(min_length=16, max_length=16), about("how often 0 to 15 occur, as stored")
+    ]
+    scales: Annotated[tuple[CountedScale, ...], about("magnitudes of the finite scales, where there are any")]
+    negative: Annotated[Count, about("scales below zero")]
+    not_finite: Annotated[Count, about("scales that are infinite or no number")]
+
+
+class CheckedUnit(Struct, frozen=True):
+    """What was looked at of a unit."""
+
+    unit: Annotated[Text, about("the unit")]
+    layer: Annotated[Count | None, about("its layer; null for top and common")]
+    bytes: Annotated[Count, about("bytes of tensors read")]
+    seconds: Annotated[Seconds, about("time it took, summed over threads")]
+    tensors_proven: Annotated[Count, about("source tensors proven exact")]
+    tensors_unproven: Annotated[Count, about("source tensors that could not be put together")]
+    shards: Annotated[tuple[CheckedShard, ...], about("its files")]
+    values: Annotated[
+        tuple[CountedValues, ...], about("of the routed experts that could be put together, if any")
+    ]
+
+
+StageSeconds = Annotated[dict[str, Seconds], about("per stage, and `total`")]
+
+
 class VerifyReport(Struct, frozen=True):
     """What was looked at, and what is wrong."""
 
     ok: Annotated[bool, about("whether nothing is wrong")]
+    against: Annotated[
+        Literal["source", "digests"],
+        about("whether the published files were read, or the digests that OUT keeps stand for them"),
+    ]
     files: Annotated[Count, about("files looked at")]
     bytes: Annotated[Count, about("bytes read and compared")]
     tensors_proven: Annotated[Count, about("source tensors proven exact")]
     tensors_unproven: Annotated[
         Count, about("source tensors that cannot be put together from what is in OUT")
     ]
+    seconds: StageSeconds
+    environment: Annotated[
+        dict[str, str | None], about("what ran, for reports: package versions by name, the machine")
+    ]
+    units: Annotated[tuple[CheckedUnit, ...], about("every unit")]
     findings: Findings
 
 
-class Verdict(Struct, frozen=True):
-    """One expert's matrix on one rank."""
+class MatrixErrors(Struct, frozen=True):
+    """How the kernel read one matrix of many experts."""
+
+    projection: Annotated[str, about("which matrix", enum=["w13", "w2"])]
+    wrong: Annotated[Count, about("weights that the kernel reads differently, of all of them")]
+    relative_error: Annotated[
+        Share | None, about("the largest of random activations, in norm; null where one is not finite")
+    ]
+    max_error: Annotated[
+        Share | None, about("the largest difference of one output; null where one is not finite")
+    ]
+    relative_errors: Annotated[
+        tuple[Share | None, ...],
+        about("of each expert, in the order of `experts`, to three digits; empty in the short form"),
+    ]
+
+
+class KernelRank(Struct, frozen=True):
+    """The experts of a rank in a layer."""
+
+    rank: Annotated[Count, about("rank")]
+    ok: Annotated[bool, about("whether all of them are right")]
+    experts: Annotated[tuple[Count, ...], about("those that ran; empty in the short form")]
+    matrices: Annotated[tuple[MatrixErrors, ...], about("w13 and w2")]
+
+
+class KernelLayer(Struct, frozen=True):
+    """A layer's experts."""
 
     layer: Annotated[Count, about("layer")]
-    rank: Annotated[Count, about("rank")]
-    expert: Annotated[Count, about("routed expert")]
-    projection: Annotated[str, about("its matrix", enum=["w13", "w2"])]
-    wrong: Annotated[Count | None, about("weights that the kernel reads differently; null where not asked")]
-    relative_error: Annotated[
-        Share | None, about("of random activations, in norm; null where not asked or not finite")
-    ]
-    max_error: Annotated[Share | None, about("the largest difference of one output; null as relative_error")]
-    ok: Annotated[bool, about("whether it is right")]
+    seconds: Annotated[Seconds, about("time it took")]
+    ranks: Annotated[tuple[KernelRank, ...], about("the ranks that ran")]
 
 
 class FusedVerdict(Struct, frozen=True):
@@ -93,15 +175,15 @@ class KernelCheck(Struct, frozen=True):
     """What the kernel read in the shards."""
 
     ok: Annotated[bool, about("whether everything that ran was right")]
+    model: Annotated[bool, about("whether a model on the CPU ran in the kernel's place")]
     environment: Environment
+    tolerance: Annotated[Share, about("the most that the relative error of an expert may be")]
     weights_read_back: Annotated[
         Count, about("outputs of the one-hot check that were compared, padding included")
     ]
-    seconds: Annotated[dict[str, Seconds], about("per stage, and `total`")]
-    experts: Annotated[
-        tuple[Verdict, ...],
-        about("one entry per matrix of an expert on a rank; empty where the short form was asked for"),
-    ]
+    seconds: StageSeconds
+    matrices: Annotated[Count, about("experts' matrices that were checked")]
+    layers: Annotated[tuple[KernelLayer, ...], about("every layer that ran")]
     fused: Annotated[
         tuple[FusedVerdict, ...], about("the whole routed MoE, summed over all ranks, against float32")
     ]

@@ -18,10 +18,9 @@ from marlin_convert.checks.kernel import dequantize
 from marlin_convert.checks.kernel.dequantize import ExpertWeights, Pair
 from marlin_convert.checks.kernel.diagnose import diagnose
 from marlin_convert.checks.kernel.fused_check import FusedCheck
-from marlin_convert.checks.kernel.kernel_report import KernelReport
+from marlin_convert.checks.kernel.kernel_report import GEMM_TOLERANCE, KernelReport, Verdict
 from marlin_convert.checks.kernel.layer_files import LayerFiles, Original, Originals
 from marlin_convert.checks.kernel.scope import CheckScope
-from marlin_convert.documents.checks import Verdict
 from marlin_convert.kernels.fused_moe import align, make_workspace
 from marlin_convert.kernels.gemm_call import GemmCall, Matrix
 from marlin_convert.kernels.one_hot import read_back
@@ -34,9 +33,6 @@ from marlin_convert.threads import Workers
 BATCH = 8
 #: random rows that each expert gets in the GEMM checks
 ROWS = 16
-#: Each output is rounded to bf16 once: at most 2^-9 of it. Sums are float32, so K <= 7168 terms add less than
-#: a tenth of that; twice the bound.
-GEMM_TOLERANCE = 2.0**-8
 
 
 @dataclass

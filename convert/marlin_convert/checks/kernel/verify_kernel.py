@@ -71,7 +71,7 @@ def verify_kernel(
         "tp": manifest.tp,
         "ep": manifest.ep,
     }
-    report = KernelReport(ran)
+    report = KernelReport(model=chosen.device == "cpu", environment=ran)
     units = [
         unit
         for unit in manifest.units
@@ -126,7 +126,8 @@ def check_layer(
         raise MachineError(
             f"the GPU has too little memory for a layer's shards ({error}); give fewer --ranks, or --tokens 0"
         ) from error
-    report.seconds["total"] = report.seconds.get("total", 0.0) + time.perf_counter() - begin
+    report.layer_seconds[files.layer] = time.perf_counter() - begin
+    report.seconds["total"] = sum(report.layer_seconds.values())
 
 
 def refuse_known_wrong(manifest: Manifest) -> None:

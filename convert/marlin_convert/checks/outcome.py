@@ -1,0 +1,87 @@
+"""What a check comes to, in words: for the command line and for pages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from marlin_convert.checks.findings import SOURCE_DAMAGED, STRAY
+from marlin_convert.documents.checks import KernelCheck, ReportedFinding, VerifyReport
+from marlin_convert.words import gigabytes
+
+#: files without which nothing can be reused
+KEPT = ("manifest.json", "digests.bin", "source/digests.bin", "source/config.json")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The verdict in a word, what it rests on, and what to do first where it is bad."""
+
+    word: str
+    looked: str
+    mend: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.word}: {self.looked}"
+
+
+def of_verification(found: VerifyReport) -> Outcome:
+    """What `verify` comes to."""
+    against = "the source itself" if found.against == "source" else "the source's digests"
+    looked = (
+        f"{found.files} files, {gigabytes(found.bytes)} read, {found.tensors_proven:,} source tensors"
+        f" compared with {against}"
+    )
+    if found.tensors_unproven:
+        looked += f"; {found.tensors_unproven:,} could not be put together from what is in OUT"
+        looked += "" if found.against == "source" else " (give --source)"
+    word = "NOT OK" if not found.ok else "sound" if found.tensors_unproven else "exact"
+    return Outcome(word, looked, mend(found.findings))
+
+
+def of_kernel(found: KernelCheck) -> Outcome:
+    """What `verify --kernel` comes to. Of the model on the CPU it does not say that the kernel read it."""
+    reader = "the model on the CPU, not the kernel," if found.model else "the kernel"
+    looked = (
+        f"{reader} read back {found.weights_read_back:,} weights of {found.matrices:,} matrices; largest"
+        f" relative error with random activations {error_text(worst_error(found))};"
+        f" {found.seconds.get('total', 0.0):.1f} s"
+    )
+    word = "NOT OK" if not found.ok else "model-exact" if found.model else "kernel-exact"
+    return Outcome(word, looked, mend(found.findings))
+
+
+def worst_error(found: KernelCheck) -> float | None:
+    """The largest relative error of an expert; None where one is not finite."""
+    every = [
+        matrix.relative_error for layer in found.layers for rank in layer.ranks for matrix in rank.matrices
+    ]
+    finite = [error for error in every if error is not None]
+    return max(finite, default=0.0) if len(finite) == len(every) else None
+
+
+def error_text(error: float | None) -> str:
+    """A relative error for people."""
+    return "not finite" if error is None or not math.isfinite(error) else f"{error:.2e}"
+
+
+def mend(findings: Sequence[ReportedFinding]) -> str:
+    """What to do first; nothing where nothing is wrong."""
+    if not findings:
+        return ""
+    if any("(Permission denied)" in finding.what for finding in findings):
+        return "see that the files named above can be read, then verify again"
+    if any(SOURCE_DAMAGED in finding.what for finding in findings):
+        return "fetch the source files named above again, then verify again, before anything is removed"
+    if any(finding.path in KEPT or finding.path.startswith("source/headers/") for finding in findings):
+        return (
+            "run the same convert command again with --overwrite: what the folder keeps to prove itself is"
+            " damaged"
+        )
+    stray = [finding for finding in findings if STRAY in finding.what]
+    move = "move away what is not in the manifest" if stray else ""
+    if len(stray) == len(findings):
+        return move
+    again = "files named above and run the same convert command again; it remakes what is missing"
+    return f"{move}, remove the other {again}" if stray else f"remove the {again}"

@@ -1,0 +1,65 @@
+"""Where a report goes: known to be writable before hours of work, and never one of an earlier run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from msgspec import Struct
+
+from marlin_convert.documents.codec import write
+from marlin_convert.errors import ConvertError, UsageError
+from marlin_convert.report.page import About, Page, unfinished
+from marlin_convert.storage.files import machine_errors, write_atomic
+
+
+@dataclass(frozen=True)
+class ReportFolder:
+    """Writes `name`.json and `name`.html in a folder."""
+
+    folder: Path
+    name: str
+    about: About
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """The work between: until it ends the page says that it has not, in place of an earlier report; where
+        it ends with an error, it says that.
+
+        Raises MachineError where nothing can be written there, UsageError where that would be within the
+        folder that is looked at, both before anything is done.
+        """
+        out = Path(self.about.out)
+        if self.folder.resolve().is_relative_to(out.resolve()):
+            raise UsageError(
+                f"--report {self.folder} lies within {out}, where the next verify would take it for damage;"
+                " give a folder elsewhere"
+            )
+        with machine_errors(f"creating {self.folder}"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        with self._writing():
+            self._path("json").unlink(missing_ok=True)
+            self._write(unfinished(self.about))
+        try:
+            yield
+        except ConvertError as error:
+            with suppress(ConvertError), self._writing():
+                self._write(unfinished(self.about, str(error)))
+            raise
+
+    def finish(self, document: Struct, page: Page) -> None:
+        """Put the report there. Raises MachineError."""
+        with self._writing():
+            write_atomic(self._path("json"), write(document) + b"\n")
+            self._write(page)
+
+    def _writing(self) -> AbstractContextManager[None]:
+        return machine_errors(f"writing the report into {self.folder}")
+
+    def _write(self, page: Page) -> None:
+        write_atomic(self._path("html"), page.encoded())
+
+    def _path(self, ending: str) -> Path:
+        return self.folder / f"{self.name}.{ending}"

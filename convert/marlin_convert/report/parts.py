@@ -1,0 +1,78 @@
+"""Parts that several pages have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from marlin_convert.documents.checks import ReportedFinding
+from marlin_convert.documents.manifest import Manifest
+from marlin_convert.report.html import Content, Html, facts, html, section, table
+from marlin_convert.report.page import note, sentence
+
+#: findings in the table; there can be a hundred thousand
+SHOWN = 200
+
+
+def beside(found: Sequence[ReportedFinding], manifest: Manifest) -> list[str]:
+    """Places of findings that are no shard files."""
+    shards = {shard.path for shard in manifest.shards} | {unit.name for unit in manifest.units}
+    return sorted(
+        {each.path for each in found} - shards - {f"{unit.name}.safetensors" for unit in manifest.units}
+    )
+
+
+def findings(found: Sequence[ReportedFinding], name: str) -> Html:
+    """All that is wrong, or nothing; `name` is the JSON beside the page."""
+    if not found:
+        return Html()
+    rows = [
+        (each.path, *map(_coordinate, (each.layer, each.rank, each.expert, each.projection)), each.what)
+        for each in found[:SHOWN]
+    ]
+    more = f"{len(found) - SHOWN:,} more are in {name}." if len(found) > SHOWN else None
+    header = ("file", "layer", "rank", "expert", "matrix", "what")
+    return section("What is wrong", table("Findings", header, rows, "findings"), more and sentence(more))
+
+
+def _coordinate(value: int | str | None) -> str:
+    return "" if value is None else str(value)
+
+
+def of_what(manifest: Manifest, *more: tuple[str, Content]) -> Html:
+    """Facts of a folder."""
+    source = manifest.source
+    named = f"{source.repo} at {source.revision}" if source.repo else "not named"
+    return facts(
+        *more,
+        ("layout", manifest.layout_id),
+        ("split", f"tp {manifest.tp}, ep {manifest.ep}"),
+        ("checked while converting", manifest.checks),
+        ("source", f"{source.tensors:,} tensors, id {source.id}"),
+        ("published as", named),
+    )
+
+
+def is_part(manifest: Manifest) -> Html:
+    """That a folder is only a part of the model, where it is."""
+    if manifest.complete:
+        return Html()
+    return note(
+        "warn",
+        f"This folder is a part: {len(manifest.ranks)} of {manifest.tp} ranks,"
+        f" {len(manifest.layers)} of {manifest.model['num_hidden_layers']} layers."
+        " Of the rest nothing is said.",
+    )
+
+
+def times_and_machine(
+    seconds: Mapping[str, float], environment: Mapping[str, object], *more: Content
+) -> Html:
+    """How long it took, and where."""
+    stages = [(stage, f"{each:,.1f} s") for stage, each in seconds.items()]
+    ran = [(name, "not installed" if value is None else str(value)) for name, value in environment.items()]
+    return html(
+        (
+            section("Time", facts(*stages), *more),
+            section("Where it ran", facts(*ran)) if ran else None,
+        )
+    )
