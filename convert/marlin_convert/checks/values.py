@@ -15,7 +15,7 @@ from marlin_convert.layout.protocol import PROJECTIONS, Role
 from marlin_convert.storage.buffers import Bytes
 
 #: rows counted of a matrix, about; all where it has fewer
-ROWS = 32
+ROWS = 8
 #: low bits of a bf16 that its bin leaves out: four bins for each power of two
 SHIFT = 5
 _SIGN, _NOT_FINITE = 0x8000 >> SHIFT, 0x7F80 >> SHIFT

@@ -54,7 +54,7 @@ class CountedScale(Struct, frozen=True):
 
 
 class CountedValues(Struct, frozen=True):
-    """Codes and scales of a projection of the routed experts of a layer, of some 32 rows of each matrix."""
+    """Codes and scales of a projection of the routed experts of a layer, of some 8 rows of each matrix."""
 
     projection: Annotated[str, about("which", enum=["gate_proj", "up_proj", "down_proj"])]
     codes: Annotated[

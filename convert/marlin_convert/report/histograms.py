@@ -26,7 +26,7 @@ def histograms(units: Sequence[CheckedUnit]) -> Html:
         if any(c.negative or c.not_finite for c in every)
     ]
     text = (
-        "Of every expert's matrices some 32 rows are counted, others for each expert; a picture of the"
+        "Of every expert's matrices some 8 rows are counted, others for each expert; a picture of the"
         " weights, not a proof. Codes look like a bell around 0; a flat or one-sided picture, or scales of"
         " many sizes, would be strange."
     )
