@@ -16,6 +16,7 @@ import torch
 
 from any_document import plain
 from checkpoints import Checkpoint
+from html_pages import read_page
 from marlin_convert.checks.kernel.kernel_report import KernelReport
 from marlin_convert.checks.kernel.verify_kernel import verify_kernel
 from marlin_convert.errors import MachineError, SourceError, UsageError
@@ -201,7 +202,15 @@ def test_the_reference_is_no_gpu_provider(converted: Converted) -> None:
 def test_report(converted: Converted, small: Checkpoint, tmp_path: Path) -> None:
     good = plain(check(converted(2), small, tokens=(1,)).document())
     jsonschema.validate(good, SCHEMA)
-    assert len(good["experts"]) == 16
+    (layer,) = good["layers"]
+    assert [(rank["rank"], rank["experts"]) for rank in layer["ranks"]] == [
+        (0, [0, 1, 2, 3]),
+        (1, [0, 1, 2, 3]),
+    ]
+    matrices = [matrix for rank in layer["ranks"] for matrix in rank["matrices"]]
+    assert [(each["projection"], each["wrong"]) for each in matrices] == [("w13", 0), ("w2", 0)] * 2
+    assert all(max(each["relative_errors"]) == float(f"{each['relative_error']:.2e}") for each in matrices)
+    assert (good["matrices"], good["model"], good["environment"]["provider"]) == (16, True, "reference")
     out = shutil.copytree(converted(2), tmp_path / "out")
     plant(out, "missing -8", LAYER, 0, 3, "w2")
     bad = plain(check(out, small, tokens=(1,)).document())
@@ -209,6 +218,7 @@ def test_report(converted: Converted, small: Checkpoint, tmp_path: Path) -> None
     assert not bad["ok"]
     short = check(out, small, sample=1, tokens=(1,)).document(every_expert=False)
     jsonschema.validate(plain(short), SCHEMA)
+    assert [rank["experts"] for layer in plain(short)["layers"] for rank in layer["ranks"]] == [[], []]
 
 
 def test_on_the_command_line(
@@ -218,9 +228,20 @@ def test_on_the_command_line(
     code, said, _ = command("verify", converted(2), *arguments, "--report", tmp_path / "report")
     assert code == 0, said
     jsonschema.validate(json.loads((tmp_path / "report" / "kernel-report.json").read_text()), SCHEMA)
+    page = read_page(tmp_path / "report" / "kernel-report.html")
+    assert "! A MODEL READS EXACT, NOT THE KERNEL" in page.text
+    assert "rank 0, layer 1: read right, every weight that ran was read as the source has it" in page.titles
+    assert said.splitlines()[-1].startswith("model-exact: the model on the CPU, not the kernel, read back ")
     out = shutil.copytree(converted(2), tmp_path / "out")
     plant(out, "gate and up swapped", LAYER, 1, 3)
     code, said, _ = command("verify", out, *arguments)
     assert code == 1
     assert "layer 1, expert 3, gate_proj, rank 1" in said
+    code, said, _ = command("verify", out, *arguments, "--report", tmp_path / "report")
+    page = read_page(tmp_path / "report" / "kernel-report.html")
+    assert "✕ NOT OK" in page.text
+    assert f"rm -f -- {out}/rank-01-of-02/layer-001.safetensors" in page.text
+    assert "Wrong or suspect: rank 1, layer 1." in page.text
+    (title,) = [title for title in page.titles if title.startswith("layer 1: 4 experts")]
+    assert title.endswith("wrong: 3")
     assert "gate and up are swapped" in said

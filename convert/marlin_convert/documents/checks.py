@@ -80,9 +80,6 @@ class CheckedUnit(Struct, frozen=True):
     ]
 
 
-StageSeconds = Annotated[dict[str, Seconds], about("per stage, and `total`")]
-
-
 class VerifyReport(Struct, frozen=True):
     """What was looked at, and what is wrong."""
 
@@ -97,7 +94,10 @@ class VerifyReport(Struct, frozen=True):
     tensors_unproven: Annotated[
         Count, about("source tensors that cannot be put together from what is in OUT")
     ]
-    seconds: StageSeconds
+    seconds: Annotated[
+        dict[str, Seconds],
+        about("per stage, and all of it", required=["documents and headers", "tensors", "total"]),
+    ]
     environment: Annotated[
         dict[str, str | None], about("what ran, for reports: package versions by name, the machine")
     ]
@@ -181,7 +181,7 @@ class KernelCheck(Struct, frozen=True):
     weights_read_back: Annotated[
         Count, about("outputs of the one-hot check that were compared, padding included")
     ]
-    seconds: StageSeconds
+    seconds: Annotated[dict[str, Seconds], about("per stage, and `total`")]
     matrices: Annotated[Count, about("experts' matrices that were checked")]
     layers: Annotated[tuple[KernelLayer, ...], about("every layer that ran")]
     fused: Annotated[
