@@ -68,11 +68,11 @@ def _files(manifest: Manifest, found: KernelCheck) -> Html:
     names = {unit.layer: unit.name for unit in manifest.units}
     wrong = {(each.layer, each.rank) for each in found.findings}
     for layer in found.layers:
+        bad = {rank.rank for rank in layer.ranks if not rank.ok or (layer.layer, rank.rank) in wrong}
+        # what is wrong with the whole layer is explained by a rank that is
+        others = "suspect" if (layer.layer, None) in wrong and not bad else "read right"
         for rank in layer.ranks:
-            bad = not rank.ok or (layer.layer, rank.rank) in wrong
-            suspect = (layer.layer, None) in wrong
-            state = "wrong" if bad else "suspect" if suspect else "read right"
-            states[names[layer.layer], rank.rank] = state
+            states[names[layer.layer], rank.rank] = "wrong" if rank.rank in bad else others
     return section(
         "Files",
         FilesMap(manifest, states).picture("What was read of each shard file, by rank and layer"),
