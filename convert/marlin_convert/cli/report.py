@@ -52,9 +52,11 @@ class Reporter:
 
     def environment(self) -> dict[str, str | None]:
         """What ran, where a report is wanted."""
+        if self.to is None:
+            return {}
         from marlin_convert.report.environment import describe
 
-        return {} if self.to is None else describe()
+        return describe()
 
     def finish(self, document: D, page: Callable[[Manifest, D, About], Page]) -> None:
         """Write it. Raises MachineError."""

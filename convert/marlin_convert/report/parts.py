@@ -59,7 +59,7 @@ def is_part(manifest: Manifest) -> Html:
     return note(
         "warn",
         f"This folder is a part: {len(manifest.ranks)} of {manifest.tp} ranks,"
-        f" {len(manifest.layers)} of {manifest.model.get('num_hidden_layers', 'an unknown number of')} layers."
+        f" {len(manifest.layers)} of {manifest.model.get('num_hidden_layers', 'unknown')} layers."
         " Of the rest nothing is said.",
     )
 
