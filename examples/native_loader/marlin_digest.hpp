@@ -81,7 +81,7 @@ class ExpertDigests {
         for (const FileEntry& entry : out.manifest().files) {
             if (entry.path == "digests.bin") {
                 verify_file(out, entry);
-                bytes_ = file_.read_all(kMaxManifest);
+                bytes_ = file_.read_all(kMaxListed);
                 return;
             }
         }

@@ -18,7 +18,8 @@ namespace marlin {
 
 constexpr int kFormatVersion = 1;
 constexpr uint64_t kPage = 4096;
-constexpr uint64_t kMaxManifest = 256u << 20;  // that of Kimi-K2.6 at tp 8 is under 5 MB
+constexpr uint64_t kMaxManifest = 64u << 20;  // that of Kimi-K2.6 has 2.5 MB at tp 8, 17 MB at tp 64
+constexpr uint64_t kMaxListed = 256u << 20;   // any other file; its digests.bin has 94 MB at tp 64
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The manifest

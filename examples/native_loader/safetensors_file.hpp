@@ -31,6 +31,7 @@ using Json = nlohmann::json;
 using Path = std::filesystem::path;
 
 constexpr uint64_t kMaxHeader = 4u << 20;      // 1,024 tensors of the longest names need less than a tenth of it
+constexpr std::ptrdiff_t kMaxMarks = 4 << 20;  // commas, colons and opening brackets of a JSON text
 constexpr std::size_t kMaxTensors = 1024;
 constexpr std::size_t kMaxName = 127;
 constexpr std::size_t kMaxDimensions = 4;
@@ -103,7 +104,9 @@ class File {
     }
 
     std::string read_all(uint64_t limit) const {
-        if (size_ > limit) throw Error(path_, std::to_string(size_) + " bytes are more than a loader should take");
+        if (size_ > limit) {
+            throw Error(path_, "has " + std::to_string(size_) + " bytes, at most " + std::to_string(limit) + " are expected");
+        }
         std::string text(size_, '\0');
         read(0, text.data(), text.size());
         return text;
@@ -142,7 +145,8 @@ class Mapping {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// JSON: parsed with a limit on nesting and without duplicate keys, of which most parsers silently take the last
+// JSON: parsed with limits on nesting and on the number of values, of which the smallest take 40 times their length in
+// memory, and without duplicate keys, of which most parsers silently take the last
 
 class JsonBuilder : public nlohmann::json_sax<Json> {
   public:
@@ -201,6 +205,13 @@ class JsonBuilder : public nlohmann::json_sax<Json> {
 inline Json parse_json(const Path& file, std::string_view text, std::size_t max_depth) {
     // The parser takes a NUL for the end of its input.
     if (text.find('\0') != std::string_view::npos) throw Error(file, "the JSON holds a NUL byte");
+    // There is at most one more value or key than these.
+    const std::ptrdiff_t marks =
+        std::count_if(text.begin(), text.end(), [](char c) { return c == ',' || c == ':' || c == '[' || c == '{'; });
+    if (marks > kMaxMarks) {
+        throw Error(file, "the JSON has " + std::to_string(marks) + " commas, colons and opening brackets, at most " +
+                              std::to_string(kMaxMarks) + " are expected");
+    }
     JsonBuilder builder(file, max_depth);
     Json::sax_parse(text.begin(), text.end(), &builder);
     return builder.take();

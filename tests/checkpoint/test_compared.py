@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,12 @@ import pytest
 import trees
 from checkpoints import Checkpoint
 from forks import Forks
-from marlin_convert.checkpoint.compared import ComparedFiles
+from marlin_convert.checkpoint.compared import ComparedFiles, difference
 from marlin_convert.checkpoint.source import open_source
 from marlin_convert.checkpoint.store import RECORD
 from marlin_convert.documents.codec import write
 from marlin_convert.documents.records import DownloadRecord
-from marlin_convert.errors import SourceError
+from marlin_convert.errors import MachineError, SourceError
 from marlin_convert.pipeline.run import convert
 
 REPO, COMMIT = "org/name", "c0ffee" + "0" * 34
@@ -30,6 +32,12 @@ Command = Callable[..., tuple[int, str, str]]
 
 def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def blob_id(path: Path) -> str:
+    """As `git hash-object` prints it."""
+    data = path.read_bytes()
+    return hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()
 
 
 def weights(folder: Path) -> list[Path]:
@@ -41,7 +49,11 @@ def record(folder: Path, without: str = "") -> None:
     files = {
         path.name: (
             path.stat().st_size,
-            sha256(path) if path.suffix == ".safetensors" and path.name != without else None,
+            None
+            if path.name == without
+            else sha256(path)
+            if path.suffix == ".safetensors"
+            else blob_id(path),
         )
         for path in folder.iterdir()
         if path.name != RECORD
@@ -132,12 +144,43 @@ def test_files_that_no_unit_needs_are_not_read(copied_source: Path, tmp_path: Pa
     assert source_of(tmp_path / "out")["repo"] == REPO
 
 
-def test_without_a_published_sha256_nothing_is_claimed(
-    copied_source: Path, tmp_path: Path, command: Command
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "tokenizer_config.json"])
+def test_another_small_file_is_found(copied_source: Path, tmp_path: Path, name: str) -> None:
+    """Of the same length: the record would not be believed otherwise."""
+    record(copied_source)
+    path = copied_source / name
+    expected = blob_id(path)
+    path.write_bytes(path.read_bytes()[:-1] + b" ")
+    with pytest.raises(SourceError, match=f"{name} is not the file that {REPO}@{COMMIT} publishes: ") as e:
+        convert(str(copied_source), tmp_path / "out", tp=2, threads=2)
+    assert f"git's digest {blob_id(path)}, expected {expected}; fetch it again" in str(e.value)
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_a_small_file_of_which_nothing_is_published_is_copied(copied_source: Path, tmp_path: Path) -> None:
+    record(copied_source)
+    (copied_source / "own.txt").write_text("mine")
+    convert(str(copied_source), tmp_path / "out", tp=2, threads=2)
+    assert_names_the_commit(tmp_path / "out", copied_source)
+    assert (tmp_path / "out" / "own.txt").read_text() == "mine"
+
+
+def test_digests_of_both_kinds() -> None:
+    """Of `printf hello | git hash-object --stdin` and `printf hello | sha256sum`."""
+    blob = "b6fc4c620b67d95f953a5c1c1230aaab5db5a1b0"
+    whole = "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824"
+    assert difference(blob, BytesIO(b"hello")) is None
+    assert difference(whole, BytesIO(b"hello")) is None
+    assert difference("0" * 40, BytesIO(b"hello")) == f"git's digest {blob}, expected {'0' * 40}"
+    assert difference("0" * 64, BytesIO(b"hello")) == f"sha256 {whole}, expected {'0' * 64}"
+
+
+@pytest.mark.parametrize("which", ["model-00002-of-000006.safetensors", "config.json"])
+def test_without_a_published_digest_nothing_is_claimed(
+    copied_source: Path, tmp_path: Path, command: Command, which: str
 ) -> None:
-    name = weights(copied_source)[1].name
-    record(copied_source, without=name)
-    note = f"what {REPO} at commit {COMMIT} publishes of {name} is not known here"
+    record(copied_source, without=which)
+    note = f"what {REPO} at commit {COMMIT} publishes of {which} is not known here"
     assert note in command("plan", copied_source, "--tp", 2)[2]
     convert(str(copied_source), tmp_path / "out", tp=2, threads=2)
     assert_names_nothing(tmp_path / "out")
@@ -221,7 +264,7 @@ def snapshot(tiny: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         each.mkdir(parents=True)
     (place / "refs" / "main").write_text(COMMIT)
     for path in tiny.folder.iterdir():
-        name = sha256(path) if path.suffix == ".safetensors" else hashlib.sha1(path.read_bytes()).hexdigest()
+        name = sha256(path) if path.suffix == ".safetensors" else blob_id(path)
         shutil.copy(path, place / "blobs" / name)
         (folder / path.name).symlink_to(Path("..", "..", "blobs", name))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -245,6 +288,10 @@ def test_offline_the_cache_is_compared_and_named(
         in stderr
     )
     assert not (tmp_path / "zeroed" / "manifest.json").exists()
+    (config := snapshot / "config.json").write_bytes(config.read_bytes() + b" ")
+    code, _, stderr = command("plan", REPO, "--tp", 2, *cache)
+    assert code == 3
+    assert f"publishes: git's digest {blob_id(config)}, expected {config.resolve().name}" in stderr
 
 
 def test_a_snapshot_given_as_a_folder_claims_nothing(snapshot: Path, tmp_path: Path) -> None:
@@ -275,4 +322,13 @@ def test_a_file_that_is_written_to_after_it_was_compared(tmp_path: Path) -> None
     trees.rewrite_unseen(path, b"wrong")
     with pytest.raises(SourceError, match="a was changed while unit was being converted"):
         files.check("unit")
+    files.join()
+
+
+def test_a_pipe_in_place_of_a_file_is_refused_without_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a")
+    files = ComparedFiles(tmp_path, {"a": "0" * 64}, "x", {"unit": ["a"]})
+    files.start()
+    with pytest.raises(MachineError, match=r"reading .*a: it is not a regular file"):
+        files.wait(["a"])
     files.join()

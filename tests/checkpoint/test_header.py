@@ -17,8 +17,9 @@ from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save
 
 from attacks import ATTACKS, GOOD, GOOD_SIZE, encode, file_of, written
-from marlin_convert.checkpoint.header import MAX_HEADER, TensorEntry, parse_header, read_header
+from marlin_convert.checkpoint.header import TensorEntry, parse_header, read_header
 from marlin_convert.checkpoint.store import header_of
+from marlin_convert.documents.bounds import HEADER
 from marlin_convert.errors import SourceError
 from marlin_convert.storage.shard_file import DTYPE_SIZE
 
@@ -111,17 +112,17 @@ def test_a_header_that_is_too_long_is_not_read() -> None:
 
     def read(offset: int, length: int) -> bytes:
         asked.append((offset, length))
-        return (MAX_HEADER + 1).to_bytes(8, "little")
+        return (HEADER + 1).to_bytes(8, "little")
 
-    with pytest.raises(SourceError, match=f"claims {MAX_HEADER + 1} bytes"):
+    with pytest.raises(SourceError, match=f"claims {HEADER + 1} bytes"):
         read_header("f", 1 << 40, read)
     assert asked == [(0, 8)]
 
 
 def test_the_longest_header_is_read() -> None:
     """A hundred million bytes, mostly of the padding that the format allows."""
-    raw = encode(GOOD) + b" " * (MAX_HEADER - len(encode(GOOD)))
-    assert [t.name for t in parse_header("f", 8 + MAX_HEADER + GOOD_SIZE, raw).tensors] == ["a", "b", "c"]
+    raw = encode(GOOD) + b" " * (HEADER - len(encode(GOOD)))
+    assert [t.name for t in parse_header("f", 8 + HEADER + GOOD_SIZE, raw).tensors] == ["a", "b", "c"]
 
 
 def test_dtype_sizes_are_numpys() -> None:

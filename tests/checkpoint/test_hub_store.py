@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -95,3 +96,9 @@ def test_a_full_disk_is_no_reason_to_try_again(folder: Path) -> None:
     error.__cause__ = OSError(28, "No space left on device")
     with pytest.raises(MachineError, match="full"):
         store(folder, error, RIGHT).fetch(NAME, folder / "staging", lambda size: None)
+
+
+def test_a_pipe_in_place_of_a_file_is_refused_without_waiting(folder: Path) -> None:
+    os.mkfifo(folder / "pipe")
+    with pytest.raises(MachineError, match=r"pipe: cannot be read \(it is not a regular file\)"):
+        HubFile("pipe", 0, None, "").difference_on_disk(folder / "pipe")

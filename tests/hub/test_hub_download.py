@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +57,9 @@ def test_patterns(run: Run, published: Published, tmp_path: Path) -> None:
     Draft202012Validator(schema("download")).validate(listed)
     record = json.loads((tmp_path / "some" / RECORD).read_bytes())
     Draft202012Validator(schema("download-record")).validate(record)
+    config = (published.folder / "config.json").read_bytes()
+    blob = hashlib.sha1(b"blob %d\0" % len(config) + config).hexdigest()
+    assert record["files"]["config.json"] == [len(config), blob]
     assert run("download", published.repo, tmp_path / "none", "--include", "nothing").code == 3
 
 

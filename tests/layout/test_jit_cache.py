@@ -161,6 +161,26 @@ def test_code_of_another_source_is_not_used_and_replaced(tmp_path: Path) -> None
     assert len(kept(tmp_path)) == 1
 
 
+def test_a_pipe_in_place_of_kept_code_is_not_waited_for(tmp_path: Path) -> None:
+    files = CodeFiles(tmp_path / "f", "source")
+    files.save(("key",), 1)
+    (path,) = kept(tmp_path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="it is not a regular file"):
+        files.load(("key",))
+    files.save(("key",), 2)
+    assert files.load(("key",)) == 2
+
+
+def test_code_that_is_too_long_is_not_read(tmp_path: Path) -> None:
+    files = CodeFiles(tmp_path / "f", "source")
+    files.save(("key",), 1)
+    os.truncate(kept(tmp_path)[0], 1 << 40)
+    with pytest.raises(OSError, match=f"it has {1 << 40} bytes, at most {jit_module.MAX_CODE} are expected"):
+        files.load(("key",))
+
+
 @pytest.fixture
 def unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that has said nothing yet."""

@@ -333,6 +333,16 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "manifest.json",
         "not valid JSON",
     ),
+    "manifest is too long": (
+        lambda out: os.truncate(out / "manifest.json", (64 << 20) + 1),
+        "manifest.json",
+        "has 67108865 bytes, at most 67108864 are expected",
+    ),
+    "manifest is too dense": (
+        lambda out: (out / "manifest.json").write_bytes(b"[" + b"[]," * (2 << 20) + b"0]"),
+        "manifest.json",
+        "has 4194305 commas, colons and opening brackets, at most 4194304 are expected",
+    ),
     "manifest is nested": (
         lambda out: (out / "manifest.json").write_text("[" * 100_000),
         "manifest.json",

@@ -16,10 +16,10 @@ import trees
 from checkpoints import Checkpoint
 from damage import edit_json
 from limited import limited
-from marlin_convert.checkpoint.source import MAX_COPIED, open_source
+from marlin_convert.checkpoint.source import open_source
 from marlin_convert.checkpoint.store import RECORD
+from marlin_convert.documents.bounds import ALL_COPIED, COPIED
 from marlin_convert.pipeline.run import convert
-from marlin_convert.storage.files import MAX_SMALL
 
 Command = Callable[..., tuple[int, str, str]]
 INDEX_NAME = "model.safetensors.index.json"
@@ -161,9 +161,9 @@ def test_large_files_beside_the_weights_are_left_out_and_never_read(
 
 
 def test_many_files_that_are_large_together_are_refused(copied_source: Path, tmp_path: Path) -> None:
-    for number in range(MAX_COPIED // MAX_SMALL + 1):
+    for number in range(ALL_COPIED // COPIED + 1):
         (copied_source / f"part{number}").touch()
-        os.truncate(copied_source / f"part{number}", MAX_SMALL)
+        os.truncate(copied_source / f"part{number}", COPIED)
     refused(copied_source, tmp_path / "out", "move away what no engine needs")
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from checkpoints import FULL, plan_files
 from marlin_convert.checkpoint.source import Source
+from marlin_convert.documents import bounds
 from marlin_convert.planning.output_plan import OutputPlan
 from marlin_convert.slicing import Topology
 from marlin_convert.storage.shard_file import TensorSpec, is_filler
@@ -52,6 +53,23 @@ def test_the_stand_in_is_the_published_model(full_size: Source) -> None:
     assert len(full_size.tensors) == TENSORS
     assert full_size.payload_bytes == PAYLOAD
     assert len(full_size.headers) == 64
+
+
+def test_documents_of_twice_its_size_are_within_bounds(full_size: Source, full_plan: PlanOf) -> None:
+    """Twice, as K3 has more layers and more experts; the manifest at 250 bytes and 20 marks a tensor."""
+    plan = full_plan(64, 1)
+    stored = sum(len(unit.files.tensors) * len(unit.ranks) for unit in plan.units)
+    assert stored == 78_344
+    assert 2 * stored < bounds.MAX_STORED
+    assert bounds.MAX_STORED * 400 < bounds.MANIFEST
+    assert bounds.MAX_STORED * 20 < bounds.MAX_MARKS
+    assert 2 * 60 * 384 * 4 * 64 * 16 < bounds.LISTED
+    headers = [header.raw for header in full_size.headers]
+    assert 2 * TENSORS < bounds.MAX_TENSORS
+    assert 2 * sum(map(len, headers)) < bounds.HEADERS
+    assert sum(raw.count(mark) for raw in headers for mark in (b",", b":", b"[", b"{")) < bounds.MAX_MARKS
+    assert full_size.index_bytes is not None
+    assert 2 * len(full_size.index_bytes) < bounds.INDEX
 
 
 @pytest.mark.parametrize(("tp", "ep"), TOPOLOGIES)

@@ -12,6 +12,7 @@ from checkpoints.names import Tensor
 from marlin_convert.checkpoint.index import SourceTensor
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.errors import SourceError, UsageError
+from marlin_convert.planning import output_plan
 from marlin_convert.planning.output_plan import Options, plan_output
 
 Sparse = Callable[..., Source]
@@ -307,3 +308,26 @@ def test_more_tensors_than_a_small_loader_takes(sparse: Sparse) -> None:
     assert refused(SourceError, source).startswith(
         "common: 1361 tensors in one file, more than the 1024 a small loader takes"
     )
+
+
+@pytest.mark.parametrize("name", ["MAX_STORED", "LISTED", "RECORD"])
+def test_more_than_the_documents_hold(monkeypatch: pytest.MonkeyPatch, sparse: Sparse, name: str) -> None:
+    """A manifest, digests.bin or a record of a unit that their readers would refuse."""
+    source = sparse()
+    plan = plan_output(source, Options(2))
+    digests = [sum(stack.experts for stack in unit.stacked) * 16 * 2 for unit in plan.units]
+    count, most = {
+        "MAX_STORED": (
+            stored := sum(len(unit.files.tensors) * len(unit.ranks) for unit in plan.units),
+            stored,
+        ),
+        "LISTED": (sum(digests), sum(digests)),
+        "RECORD": (max(digests), 2 * max(digests)),
+    }[name]
+    monkeypatch.setattr(output_plan, name, most)
+    plan_output(source, Options(2))
+    monkeypatch.setattr(output_plan, name, most - 1)
+    said = refused(UsageError, source, tp=2)
+    assert f"the output would have {count} " in said
+    assert "make parts of it, with --ranks or --layers" in said
+    plan_output(source, Options(2, ranks=(0,)))

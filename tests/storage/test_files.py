@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from marlin_convert.errors import MachineError
-from marlin_convert.storage.files import file_digest, open_regular, read_small
+from marlin_convert.storage.files import file_digest, open_direct, open_regular, read_small
 
 
 def test_a_file_is_read_whole(tmp_path: Path) -> None:
@@ -65,3 +65,8 @@ def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> N
             for read in (open_regular, lambda path: file_digest(path, 1), lambda path: read_small(path, 1)):
                 with pytest.raises(OSError, match=r"regular file|directory|No such device or address"):
                     read(tmp_path / name)
+
+
+def test_a_pipe_is_not_opened_for_direct_reads(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert open_direct(tmp_path / "pipe", os.O_RDONLY) is None

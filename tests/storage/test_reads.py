@@ -239,3 +239,12 @@ def test_a_missing_file_leaves_none_open(tmp_path: Path, files: dict[str, bytes]
     with pytest.raises(SourceError):
         reader.open_files(["a", "x", "b"])
     assert open_descriptors(tmp_path) == 0
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_pipe_in_place_of_a_file_is_refused_without_waiting(tmp_path: Path, direct: bool) -> None:
+    os.mkfifo(tmp_path / "a")
+    with pytest.raises(MachineError, match=r"opening .*a: it is not a regular file"):
+        read(PieceReader(tmp_path.joinpath, direct), [Piece("a", 0, 1)])
+    with pytest.raises(MachineError, match=r"opening .*a: it is not a regular file"):
+        read_bytes(tmp_path / "a", 0, 1)

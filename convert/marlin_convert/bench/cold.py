@@ -8,13 +8,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from marlin_convert.errors import MachineError
+from marlin_convert.storage.files import open_regular
 from marlin_convert.storage.page_cache import can_tell, resident_pages
 
 
 def evict(paths: Iterable[Path]) -> None:
     """Write files back and drop them from the page cache."""
     for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = open_regular(path)
         try:
             os.fsync(descriptor)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -43,7 +44,10 @@ def resident(paths: Iterable[Path]) -> float:
                 " that user"
             )
         if path.stat().st_size:
-            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            with (
+                os.fdopen(open_regular(path), "rb") as file,
+                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+            ):
                 found = resident_pages(mapped, 0, len(mapped))
             inside += int(found.sum())
             pages += found.size

@@ -15,7 +15,7 @@ from marlin_convert.engines.mapped import REGISTER, flat_bytes, host_register, h
 from marlin_convert.errors import MachineError
 from marlin_convert.shards.reader import Shards, open_shards
 from marlin_convert.storage.buffers import aligned_buffer
-from marlin_convert.storage.files import open_direct
+from marlin_convert.storage.files import open_direct, open_regular
 from marlin_convert.storage.page_cache import can_tell
 
 CHUNK = 16 << 20
@@ -33,7 +33,7 @@ def warm(files: Sequence[Path]) -> None:
         return
     buffer = aligned_buffer(CHUNK)
     for path in files:
-        with path.open("rb", buffering=0) as file:
+        with os.fdopen(open_regular(path), "rb", buffering=0) as file:
             while file.readinto(buffer.data):
                 pass
 
@@ -89,7 +89,7 @@ def _read_rate(files: Sequence[Path], threads: int, direct: bool) -> float:
     free = list(range(threads))
     descriptors = {path: open_direct(path, os.O_RDONLY) if direct else None for path in files}
     opened = {
-        path: os.open(path, os.O_RDONLY) if descriptor is None else descriptor
+        path: open_regular(path) if descriptor is None else descriptor
         for path, descriptor in descriptors.items()
     }
     pieces = [(path, at) for path in files for at in range(0, path.stat().st_size, CHUNK)]

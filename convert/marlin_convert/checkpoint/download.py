@@ -68,7 +68,9 @@ def download(
         fetcher.stop()
         fetcher.join()
     if options.local_dir is not None:
-        published = {name: (store.files[name].size, store.files[name].sha256) for name in files}
+        published: dict[str, tuple[int, str | None]] = {
+            name: (store.files[name].size, store.files[name].published) for name in files
+        }
         with machine_errors(f"writing {folder / RECORD}"):
             write_atomic(folder / RECORD, write(DownloadRecord(repo, store.hub.commit, published), indent=1))
     return Downloaded(repo, store.hub.commit, folder, {name: store.files[name].size for name in files})

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from marlin_convert.documents.bounds import HEADER, HEADERS, MAX_TENSORS
 from marlin_convert.documents.codec import parse_json
 from marlin_convert.errors import SourceError
 from marlin_convert.storage.shard_file import DTYPE_SIZE
 
-#: the reference reader's limit
-MAX_HEADER = 100_000_000
-#: bytes of the headers of all files together; those of K2.6 have 27 million
-MAX_HEADERS = 256 << 20
 #: of a tensor; no framework has more
 MAX_DIMENSIONS = 64
 
@@ -54,9 +51,9 @@ def read_header(file: str, size: int, read: Callable[[int, int], bytes]) -> Head
     if size < 10:
         raise SourceError(f"{file}: {size} bytes is too short for a safetensors file; fetch it again")
     (length,) = struct.unpack("<Q", read(0, 8))
-    if length > MAX_HEADER:
+    if length > HEADER:
         raise SourceError(
-            f"{file}: the header claims {length} bytes, more than the {MAX_HEADER} any reader accepts; not a"
+            f"{file}: the header claims {length} bytes, more than the {HEADER} any reader accepts; not a"
             " safetensors file?"
         )
     if 8 + length > size:
@@ -97,6 +94,22 @@ def parse_header(file: str, size: int, raw: bytes) -> Header:
             " it again"
         )
     return Header(file, size, raw, metadata, tuple(tensors))
+
+
+def bounded(headers: Iterable[Header]) -> Iterator[Header]:
+    """The headers of a checkpoint, one after the other. Raises SourceError at the one with which they have
+    more bytes, or more tensors, than those of any checkpoint.
+    """
+    size, tensors = 0, 0
+    for header in headers:
+        size, tensors = size + len(header.raw), tensors + len(header.tensors)
+        for what, count, most in (("bytes", size, HEADERS), ("tensors", tensors, MAX_TENSORS)):
+            if count > most:
+                raise SourceError(
+                    f"{header.file}: with it the headers of all files have {count} {what}, expected at most"
+                    f" {most}"
+                )
+        yield header
 
 
 def _entry(file: str, name: str, spec: Any, start: int) -> TensorEntry:

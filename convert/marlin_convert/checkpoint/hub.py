@@ -11,19 +11,19 @@ from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 
+from marlin_convert.checkpoint.compared import difference
 from marlin_convert.checkpoint.fetcher import Fetcher, HubFetcher, Needed
 from marlin_convert.checkpoint.header import Header, read_header
 from marlin_convert.checkpoint.hub_errors import AGAIN, hub_errors
 from marlin_convert.checkpoint.hub_files import HubFile, HubFiles, HubOptions, Received, remove_fetched
 from marlin_convert.checkpoint.store import START, FolderStore, folder_of_commit
+from marlin_convert.documents.bounds import bound_of
 from marlin_convert.errors import MachineError, SourceError
 from marlin_convert.progress import Progress
 
 #: asked for first of each file: all of a small header; of a large one the length, and the rest is one more
 #: request
 FIRST = 64 << 10
-#: a file read whole into memory is at most this long
-LONGEST = 256 << 20
 #: downloads of a file, where it does not come or is not what was published
 TRIES = 3
 
@@ -86,10 +86,12 @@ class HubStore:
     def read(self, name: str) -> bytes:
         """A file whole, compared with its listed digest. Raises SourceError, MachineError."""
         file = self._file(name)
-        if file.size > LONGEST:
-            raise SourceError(f"{name} has {file.size} bytes; a file of its kind is never that long")
+        if file.size > (most := bound_of(name)):
+            raise SourceError(
+                f"{name} of {self.where}: it has {file.size} bytes, at most {most} are expected"
+            )
         data = self.hub.read(file)
-        if (problem := file.difference(BytesIO(data))) is not None:
+        if (problem := difference(file.published, BytesIO(data))) is not None:
             raise SourceError(f"{name}: {problem}: what came is not what {self.where} publishes; {AGAIN}")
         return data
 

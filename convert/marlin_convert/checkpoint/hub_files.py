@@ -9,19 +9,19 @@ repository again.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from io import BufferedReader, BytesIO
 from pathlib import Path
 from typing import Any
 
+from marlin_convert.checkpoint.compared import difference
 from marlin_convert.checkpoint.fetcher import stamp
 from marlin_convert.checkpoint.hub_errors import AGAIN, hub_errors
 from marlin_convert.errors import MachineError, SourceError
+from marlin_convert.storage.files import open_regular
 
 #: requests for the same bytes, where the answer breaks off
 ATTEMPTS = 4
@@ -52,27 +52,20 @@ class HubFile:
     sha256: str | None
     blob: str
 
-    def difference(self, content: BytesIO | BufferedReader) -> str | None:
-        """How the digest of a file's content differs from what is listed; small files have git's only."""
-        if self.sha256 is not None:
-            kind, expected = "sha256", self.sha256
-            found = hashlib.file_digest(content, "sha256").hexdigest()
-        else:
-            kind, expected, data = "git's digest", self.blob, content.read()
-            found = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
-        return None if found == expected else f"{kind} {found}, expected {expected}"
+    @property
+    def published(self) -> str:
+        """The digest that is published of it; small files have git's only."""
+        return self.sha256 or self.blob
 
     def difference_on_disk(self, path: Path) -> str | None:
         """How a file on the disk differs: size, then digest while its pages are still in memory."""
         try:
             if (size := path.stat().st_size) != self.size:
                 return f"{size} bytes, expected {self.size}"
-            with path.open("rb") as opened:
+            with os.fdopen(open_regular(path), "rb") as opened:
                 before = stamp(os.fstat(opened.fileno()))
-                difference = self.difference(opened)
-            return (
-                difference if stamp(path.stat()) == before else "it was changed while it was being compared"
-            )
+                found = difference(self.published, opened)
+            return found if stamp(path.stat()) == before else "it was changed while it was being compared"
         except OSError as error:
             raise MachineError(
                 f"{path}: cannot be read ({error.strerror}); check the disk, then {AGAIN}"

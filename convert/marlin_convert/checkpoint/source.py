@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from marlin_convert.checkpoint.header import MAX_HEADERS, Header
+from marlin_convert.checkpoint.header import Header, bounded
 from marlin_convert.checkpoint.hub import open_repository
 from marlin_convert.checkpoint.hub_files import HubOptions
 from marlin_convert.checkpoint.index import (
@@ -23,10 +23,10 @@ from marlin_convert.checkpoint.index import (
     weight_names,
 )
 from marlin_convert.checkpoint.store import RECORD, FolderStore, Store, download_record, folder_of_commit
+from marlin_convert.documents.bounds import ALL_COPIED, COPIED, MANIFEST
 from marlin_convert.documents.codec import begins_ours
 from marlin_convert.errors import ConvertError, SourceError, UsageError
 from marlin_convert.models.family import ModelConfig, parse_config
-from marlin_convert.storage.files import MAX_SMALL
 from marlin_convert.threads import Workers
 
 #: never copied beside the shards: other weights, and what version control and downloaders leave
@@ -40,8 +40,6 @@ RESERVED = re.compile(
 )
 #: bytes of a name, so that what is made of it is a name, too
 MAX_NAME = 240
-#: bytes of all small files together
-MAX_COPIED = 1 << 30
 #: what is in the output in another way, or stays behind without being mentioned
 HANDLED = (INDEX_NAME, "config.json", "README.md", RECORD)
 
@@ -130,9 +128,8 @@ def open_source(source: str | os.PathLike[str], hub: HubOptions | None = None) -
     index_bytes = store.read(INDEX_NAME) if INDEX_NAME in names else None
     weight_map = parse_index(index_bytes) if index_bytes is not None else None
     with Workers(REQUESTS if store.folder is None else 1) as workers:
-        headers = tuple(workers.map(store.header, weight_files(weight_names(names), weight_map)))
-    if (size := sum(len(header.raw) for header in headers)) > MAX_HEADERS:
-        raise SourceError(f"the headers of all files have {size} bytes, expected at most {MAX_HEADERS}")
+        files = weight_files(weight_names(names), weight_map)
+        headers = tuple(bounded(workers.map(store.header, files)))
     return Source(
         label=source,
         store=store,
@@ -153,10 +150,10 @@ def _large(store: Store, names: Mapping[str, bool]) -> frozenset[str]:
     than such files ever have.
     """
     sizes = {name: store.size(name) for name in auxiliary_files(names)[0]}
-    large = frozenset(name for name, size in sizes.items() if size > MAX_SMALL)
-    if (total := sum(size for name, size in sizes.items() if name not in large)) > MAX_COPIED:
+    large = frozenset(name for name, size in sizes.items() if size > COPIED)
+    if (total := sum(size for name, size in sizes.items() if name not in large)) > ALL_COPIED:
         raise SourceError(
-            f"the files beside the weights have {total} bytes together, expected at most {MAX_COPIED}; move"
+            f"the files beside the weights have {total} bytes together, expected at most {ALL_COPIED}; move"
             " away what no engine needs"
         )
     return large
@@ -214,7 +211,8 @@ def _store(source: str, hub: HubOptions | None) -> tuple[Store, tuple[str, ...]]
 
 def _refuse_converted(store: Store, names: dict[str, bool]) -> None:
     """Raise SourceError for something that this project wrote."""
-    if names.get("manifest.json") and begins_ours(store.read("manifest.json")):
+    name = "manifest.json"
+    if names.get(name) and store.size(name) <= MANIFEST and begins_ours(store.read(name)):
         raise SourceError(
             f"{store.where} is a conversion already (it has a manifest.json of marlin-convert); give the"
             " published checkpoint"

@@ -10,18 +10,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Protocol
 
-from marlin_convert.checkpoint.compared import ComparedFiles
+from marlin_convert.checkpoint.compared import ComparedFiles, difference, not_published
 from marlin_convert.checkpoint.fetcher import Fetcher, LocalFiles, Needed
 from marlin_convert.checkpoint.header import Header, read_header
-from marlin_convert.checkpoint.index import weight_names
+from marlin_convert.checkpoint.index import INDEX_NAME, weight_names
+from marlin_convert.documents.bounds import JOB, bound_of
 from marlin_convert.documents.codec import read
 from marlin_convert.documents.records import DownloadRecord
 from marlin_convert.errors import OutputError, SourceError
 from marlin_convert.progress import Progress
-from marlin_convert.storage.files import MAX_DOCUMENT, MAX_SMALL, open_regular, read_small, reading
+from marlin_convert.storage.files import open_regular, read_small, reading
 from marlin_convert.storage.reads import read_exactly
 
 #: written by `download` beside the files: where they come from
@@ -29,6 +31,8 @@ RECORD = ".marlin-convert-source.json"
 #: bytes behind the header that a source's id is made of; few, since they also come over the wire
 START = 16 << 10
 SHA256 = re.compile(r"[0-9a-f]{64}")
+#: of small files git's digest is published
+DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 class Store(Protocol):
@@ -82,7 +86,7 @@ class FolderStore:
 
     folder: Path
     hub_commit: tuple[str, str] | None = None
-    #: of its weight files, where `hub_commit` is claimed
+    #: digests of its files, where `hub_commit` is claimed
     published: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -101,14 +105,20 @@ class FolderStore:
             return self.path(name).stat().st_size
 
     def read(self, name: str) -> bytes:
-        """A file whole. Raises SourceError."""
+        """A file whole, compared with what is published of it. Raises SourceError."""
         with _source_errors(self.path(name)):
             try:
-                return read_small(self.path(name), MAX_DOCUMENT)
+                data = read_small(self.path(name), bound_of(name))
             except FileNotFoundError:
                 raise SourceError(
                     f"{name} is missing in {self.folder}; is this the folder of a published checkpoint?"
                 ) from None
+        if (
+            name in self.published
+            and (problem := difference(self.published[name], BytesIO(data))) is not None
+        ):
+            raise not_published(self.path(name), self._commit, problem)
+        return data
 
     def header(self, name: str) -> Header:
         """The checked header of a file. Raises SourceError."""
@@ -136,22 +146,33 @@ class FolderStore:
         """All files are here; those that are said to be of a commit are compared."""
         if self.hub_commit is None:
             return LocalFiles()
-        return ComparedFiles(self.folder, self.published, "{}@{}".format(*self.hub_commit), needed)
+        return ComparedFiles(self.folder, self.published, self._commit, needed)
+
+    @property
+    def _commit(self) -> str:
+        return "@".join(self.hub_commit or ())
 
 
 def folder_of_commit(
     folder: Path, commit: tuple[str, str], published: Mapping[str, str | None]
 ) -> tuple[FolderStore, tuple[str, ...]]:
     """A folder whose files are said to be those of `commit`, (repository, commit), and notes for people.
-    `published` is what is known of their sha256: the commit is claimed only if that of every weight file is
-    known, and then each that is used is compared.
+    `published` is what is known of their digests: the commit is claimed only if those of config.json, the index
+    and every weight file are known, these as sha256, and then each file that is used is compared, others, too,
+    where theirs is known.
     """
     store = FolderStore(folder)
-    weights = weight_names(store.names())
-    known = {name: value for name in weights if SHA256.fullmatch(value := published.get(name) or "")}
-    if len(known) == len(weights):
+    names = store.names()
+    weights = weight_names(names)
+    known = {
+        name: value
+        for name in names
+        if (SHA256 if name in weights else DIGEST).fullmatch(value := published.get(name) or "")
+    }
+    needed = [*weights, *(name for name in ("config.json", INDEX_NAME) if name in names)]
+    if not (missing := [name for name in needed if name not in known]):
         return FolderStore(folder, commit, known), ()
-    unknown = next(name for name in weights if name not in known)
+    unknown = missing[0]
     said = "{} at commit {}".format(*commit)
     note = f"what {said} publishes of {unknown} is not known here, so the output will not name the repository"
     return store, (note,)
@@ -160,7 +181,7 @@ def folder_of_commit(
 def download_record(folder: Path) -> DownloadRecord | None:
     """What `download` wrote in a folder, if all its files still have the sizes it recorded."""
     try:
-        record = read(read_small(folder / RECORD, MAX_SMALL), DownloadRecord, f"{folder / RECORD} is damaged")
+        record = read(read_small(folder / RECORD, JOB), DownloadRecord, f"{folder / RECORD} is damaged")
         same = all((folder / name).stat().st_size == size for name, (size, _) in record.files.items())
     except (OSError, OutputError):
         return None

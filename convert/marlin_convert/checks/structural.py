@@ -14,6 +14,7 @@ from marlin_convert.checkpoint.index import INDEX_NAME
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.checks.findings import STRAY, Finding, Verification
 from marlin_convert.checks.origins import expected_origin
+from marlin_convert.documents.bounds import INDEX, LISTED, PROVENANCE, bound_of
 from marlin_convert.documents.codec import parse_json, read, seal_holds, typed
 from marlin_convert.documents.engine_files import (
     Index,
@@ -23,10 +24,9 @@ from marlin_convert.documents.engine_files import (
 )
 from marlin_convert.documents.manifest import Manifest, Shard
 from marlin_convert.errors import OutputError
-from marlin_convert.models.config_values import MAX_CONFIG
 from marlin_convert.models.quantization import rewritten
 from marlin_convert.shards.kept_source import ZEROS, KeptSource
-from marlin_convert.storage.files import MAX_DOCUMENT, MAX_SMALL, file_digest, read_small
+from marlin_convert.storage.files import file_digest, read_small
 from marlin_convert.storage.shard_file import is_filler
 
 UNLISTED = frozenset({"manifest.json", "provenance.json"})
@@ -38,7 +38,7 @@ def check_listed_files(out: Path, manifest: Manifest, report: Verification) -> N
     """
     for file in manifest.files:
         try:
-            size, value = file_digest(out / file.path, min(file.size, MAX_DOCUMENT))
+            size, value = file_digest(out / file.path, min(file.size, LISTED))
         except OSError as error:
             report.add(Finding(file.path, f"cannot be read ({error.strerror})"))
             continue
@@ -62,7 +62,7 @@ def check_listed_files(out: Path, manifest: Manifest, report: Verification) -> N
     provenance = out / "provenance.json"
     if provenance.exists():
         try:
-            whole = seal_holds(read_small(provenance, MAX_SMALL))
+            whole = seal_holds(read_small(provenance, PROVENANCE))
         except OSError as error:
             report.add(Finding("provenance.json", f"cannot be read ({error.strerror})"))
         else:
@@ -107,7 +107,7 @@ def _is_rewritten(path: Path, manifest: Manifest, kept: KeptSource) -> bool:
     """
     layout, quantization = manifest.layout, kept.model.quantization
     try:
-        config = parse_json(read_small(path, MAX_CONFIG))
+        config = parse_json(read_small(path, LISTED))
         section = config[quantization.found_at] if quantization.found_at else config
         own = section["quantization_config"]
         values = typed(own, QuantizationConfig, "config.json")
@@ -125,7 +125,7 @@ def _check_index(out: Path, folder: str, shards: list[Shard], report: Verificati
     size = sum(t.size for shard in shards for t in shard.tensors if not is_filler(t.name))
     expected = Index(IndexMetadata(size), {name: shard.path.split("/")[1] for name, shard in stored.items()})
     try:
-        index = read(read_small(out / folder / INDEX_NAME, MAX_DOCUMENT), Index, INDEX_NAME)
+        index = read(read_small(out / folder / INDEX_NAME, INDEX), Index, INDEX_NAME)
     except (OSError, OutputError):
         index = None
     if index != expected:
@@ -140,7 +140,7 @@ def check_small_files(out: Path, source: Source, report: Verification) -> None:
     names |= {INDEX_NAME: f"source/{INDEX_NAME}"} if source.index_bytes is not None else {}
     for name, path in names.items():
         try:
-            same = read_small(out / path, MAX_DOCUMENT) == source.store.read(name)
+            same = read_small(out / path, bound_of(name)) == source.store.read(name)
         except OSError as error:
             report.add(Finding(path, f"cannot be read ({error.strerror})"))
             continue

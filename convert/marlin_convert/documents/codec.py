@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+from marlin_convert.documents.bounds import MAX_MARKS
 from marlin_convert.documents.fields import Digest, about
 from marlin_convert.errors import OutputError
 from marlin_convert.storage.files import digest
@@ -32,8 +33,13 @@ class Sealed(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse_json(raw: bytes) -> Any:
     """The value of a JSON text. Raises ValueError for what is no JSON, and for what parsers disagree about: a
-    key twice in an object, NaN and Infinity, halves of surrogates, nesting that is too deep.
+    key twice in an object, NaN and Infinity, halves of surrogates, nesting that is too deep. A text
+    of more marks than any document has is not parsed.
     """
+    if (marks := sum(map(raw.count, (b",", b":", b"[", b"{")))) > MAX_MARKS:
+        raise ValueError(
+            f"it has {marks} commas, colons and opening brackets, at most {MAX_MARKS} are expected"
+        )
     try:
         value = json.loads(
             raw.decode(), object_pairs_hook=_unique, parse_float=_finite_float, parse_constant=_no_number

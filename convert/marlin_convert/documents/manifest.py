@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta, Struct, field
 
+from marlin_convert.documents.bounds import MANIFEST
 from marlin_convert.documents.codec import Sealed, parse_json, seal_holds, typed
 from marlin_convert.documents.fields import (
     Bits,
@@ -39,7 +40,7 @@ from marlin_convert.documents.identity import (
     WeightFiles,
 )
 from marlin_convert.errors import OutputError, UsageError
-from marlin_convert.storage.files import MAX_DOCUMENT, read_small
+from marlin_convert.storage.files import read_small
 from marlin_convert.storage.shard_file import FORMAT, FORMAT_VERSION
 
 
@@ -266,7 +267,7 @@ def read_manifest(out: Path) -> Manifest:
     """
     path = out / "manifest.json"
     try:
-        raw = read_small(path, MAX_DOCUMENT)
+        raw = read_small(path, MANIFEST)
     except FileNotFoundError:
         if not out.is_dir():
             raise UsageError(f"{out} is not a folder") from None

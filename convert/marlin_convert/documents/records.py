@@ -116,5 +116,7 @@ class DownloadRecord(Struct, frozen=True):
     revision: Annotated[Text, about("its commit")]
     files: Annotated[
         dict[RelativePath, tuple[Number, str | None]],
-        about("per file its bytes, and the sha256 that the hub publishes of it, or null"),
+        about(
+            "per file its bytes, and the sha256 that the hub publishes of it; of a small file git's digest"
+        ),
     ]

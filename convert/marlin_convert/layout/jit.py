@@ -19,8 +19,12 @@ from numba.core import serialize
 from numba.core.caching import FunctionCache
 
 from marlin_convert.errors import MachineWarning
+from marlin_convert.storage.files import read_small
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+#: bytes of the machine code of one function; the largest has some hundred thousand
+MAX_CODE = 16 << 20
 
 _said: list[str] = []
 
@@ -95,7 +99,7 @@ class CodeFiles:
         """What was saved for this source, or None. Raises ValueError where it is not whole any more."""
         path = self._path(key)
         try:
-            kept = path.read_bytes()
+            kept = read_small(path, MAX_CODE)
         except FileNotFoundError:
             return None
         if len(kept) < 32 or _digest(kept[16:]) != kept[:16]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from marlin_convert.errors import SourceError
 
-#: bytes of a config.json, and objects in objects
-MAX_CONFIG, MAX_DEPTH = 16 << 20, 32
+#: objects in objects
+MAX_DEPTH = 32
 #: any size; layers, of which each is a unit of work; experts of a layer; anything with a fraction
 MAX_SIZE, MAX_LAYERS, MAX_EXPERTS, MAX_RATIO = 1 << 24, 4096, 1 << 16, 1e6
 

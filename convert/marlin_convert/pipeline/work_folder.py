@@ -6,18 +6,17 @@ import errno
 import fcntl
 import os
 import shutil
-import stat
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from marlin_convert.documents.bounds import JOB, RECORD
 from marlin_convert.documents.codec import begins_ours, read, write
 from marlin_convert.documents.records import FinishedUnit, JobRecord, read_record, write_record
 from marlin_convert.errors import MachineError, MachineWarning, OutputError
 from marlin_convert.planning.output_plan import OutputPlan, OutputUnit
 from marlin_convert.storage.files import (
-    MAX_DOCUMENT,
     UNSUPPORTED,
     digest,
     machine_error,
@@ -36,7 +35,7 @@ REMOVING = "removing.json"
 NO_LOCKS = UNSUPPORTED | {errno.ENOLCK, errno.EBADF, errno.EISDIR}
 #: what opening a file of ours says where there is none: nothing, a link, or something in its place or above
 #: it
-NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)
+NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EINVAL)
 
 
 def is_marked(path: Path) -> bool:
@@ -44,13 +43,13 @@ def is_marked(path: Path) -> bool:
     Raises MachineError where that cannot be seen.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = open_regular(path, os.O_NOFOLLOW)
     except OSError as error:
         if error.errno in NOT_THERE:
             return False
         raise machine_error(f"reading {path}", error) from error
     with os.fdopen(descriptor, "rb") as file:
-        return stat.S_ISREG(os.fstat(descriptor).st_mode) and begins_ours(file.read(64))
+        return begins_ours(file.read(64))
 
 
 @contextmanager
@@ -96,7 +95,7 @@ class WorkFolder:
             return None
         complaint = f"{path} is damaged, or of an earlier release; start again with --overwrite"
         try:
-            return read(read_small(path, MAX_DOCUMENT), JobRecord, complaint)
+            return read(read_small(path, JOB), JobRecord, complaint)
         except OSError as error:
             raise OutputError(f"{complaint} ({error.strerror})") from error
 
@@ -130,7 +129,7 @@ class WorkFolder:
         """
         path = self._path(unit.name)
         try:
-            record = read_record(read_small(path, MAX_DOCUMENT), str(path))
+            record = read_record(read_small(path, RECORD), str(path))
         except (OSError, OutputError):
             return None
         for file in record.files:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from marlin_convert.checkpoint.source import Source
+from marlin_convert.documents.bounds import LISTED, MAX_STORED, RECORD
 from marlin_convert.documents.manifest import Padding
 from marlin_convert.errors import SourceError, UsageError
 from marlin_convert.layout import DEFAULT_LAYOUT, get_layout
@@ -160,6 +161,7 @@ def plan_output(source: Source, options: Options) -> OutputPlan:
         for unit in source_units(source, topology.tp)
         if _in_scope(unit, options.layers, layers)
     ]
+    _refuse_more_than_documents_hold(units)
     complete = len(ranks) == topology.tp and options.layers is None
     return OutputPlan(
         options=options,
@@ -173,6 +175,22 @@ def plan_output(source: Source, options: Options) -> OutputPlan:
         complete=complete,
         rules=rules_digest(model.rules),
     )
+
+
+def _refuse_more_than_documents_hold(units: Sequence[OutputUnit]) -> None:
+    """Raise UsageError for an output of which a document would be longer than its readers take."""
+    tensors = sum(len(unit.files.tensors) * len(unit.ranks) for unit in units)
+    digests = [16 * len(unit.ranks) * sum(stack.experts for stack in unit.stacked) for unit in units]
+    for what, count, most in (
+        ("tensors in all shards", tensors, MAX_STORED),
+        ("bytes of expert digests", sum(digests), LISTED),
+        ("bytes of expert digests in a layer", max(digests, default=0), RECORD // 2),
+    ):
+        if count > most:
+            raise UsageError(
+                f"the output would have {count} {what}, at most {most} are supported; make parts of it, with"
+                " --ranks or --layers"
+            )
 
 
 def _scope(what: str, wanted: Sequence[int] | None, count: int) -> tuple[int, ...]:

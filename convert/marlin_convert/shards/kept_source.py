@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from marlin_convert.checkpoint.header import MAX_HEADER, MAX_HEADERS, Header, TensorEntry, parse_header
+from marlin_convert.checkpoint.header import Header, TensorEntry, bounded, parse_header
 from marlin_convert.checkpoint.index import json_object
 from marlin_convert.checkpoint.source import Source
+from marlin_convert.documents.bounds import CONFIG, HEADER, LISTED
+from marlin_convert.documents.identity import FileIdentity
 from marlin_convert.documents.manifest import Manifest
 from marlin_convert.errors import ConvertError, MachineError, OutputError
-from marlin_convert.models.config_values import MAX_CONFIG
 from marlin_convert.models.family import ModelConfig, parse_config
-from marlin_convert.storage.files import MAX_DOCUMENT, digest, read_small
+from marlin_convert.storage.files import digest, read_small
 
 ZEROS = bytes(16)
 #: the digests of the source's tensors, in OUT
@@ -75,7 +76,7 @@ def sound_bytes(out: Path, manifest: Manifest, name: str) -> bytes | None:
     path = out / name
     if listed is None or not path.is_file() or path.stat().st_size != listed.size:
         return None
-    data = read_small(path, MAX_DOCUMENT)
+    data = read_small(path, LISTED)
     return data if digest(data).hex() == listed.digest else None
 
 
@@ -95,16 +96,16 @@ def unpacked(packed: bytes, most: int) -> bytes:
     return data
 
 
+def _kept_header(out: Path, file: FileIdentity) -> Header:
+    packed = read_small(out / "source" / "headers" / f"{file.name}.gz", HEADER)
+    return parse_header(file.name, file.size, unpacked(packed, min(file.size, HEADER)))
+
+
 def read_kept_source(out: Path, manifest: Manifest) -> KeptSource:
     """Read source/. Raises OutputError where it is not whole or not of one piece with the manifest."""
     try:
-        headers, left = [], MAX_HEADERS
-        for file in manifest.source.files:
-            packed = read_small(out / "source" / "headers" / f"{file.name}.gz", MAX_HEADER)
-            raw = unpacked(packed, min(file.size, MAX_HEADER, left))
-            headers.append(parse_header(file.name, file.size, raw))
-            left -= len(raw)
-        config_bytes = read_small(out / "source" / "config.json", MAX_CONFIG)
+        headers = tuple(bounded(_kept_header(out, file) for file in manifest.source.files))
+        config_bytes = read_small(out / "source" / "config.json", CONFIG)
         config = json_object(config_bytes, "config.json")
         blob = read_small(out / DIGESTS, 16 * sum(len(header.tensors) for header in headers))
         model = parse_config(config)
@@ -117,7 +118,7 @@ def read_kept_source(out: Path, manifest: Manifest) -> KeptSource:
         ) from error
     entries = [entry for header in headers for entry in header.tensors]
     return KeptSource(
-        tuple(headers),
+        headers,
         config,
         config_bytes,
         model,

@@ -23,10 +23,6 @@ if TYPE_CHECKING:
 PAGE = 4096
 #: stream files in pieces of this size
 CHUNK = 8 << 20
-#: bytes of a document that grows with the tensors, such as a manifest or an index, at most
-MAX_DOCUMENT = 256 << 20
-#: bytes of any other file that is read whole, at most
-MAX_SMALL = 64 << 20
 #: errors that tell what a path is; any other is the machine's
 OF_THE_PATH = frozenset(
     (
@@ -64,12 +60,16 @@ def reading(path: Path) -> Iterator[None]:
         raise machine_error(f"reading {path}", error) from error
 
 
-def open_regular(path: Path) -> int:
+def open_regular(path: Path, flags: int = 0) -> int:
     """A descriptor to read a regular file. Raises OSError for anything else: opening a pipe must not wait;
     MachineError.
     """
     with reading(path):
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        return _open_regular(path, flags)
+
+
+def _open_regular(path: Path, flags: int) -> int:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
@@ -100,7 +100,7 @@ def file_digest(path: Path, most: int) -> tuple[int, str]:
     hasher, size = xxhash.xxh3_128(), 0
     with reading(path), os.fdopen(open_regular(path), "rb") as file:
         if (whole := os.fstat(file.fileno()).st_size) > most:
-            return whole, "not taken"
+            return whole, f"not taken of more than {most} bytes"
         while piece := file.read(CHUNK):
             hasher.update(piece)
             size += len(piece)
@@ -234,7 +234,7 @@ def open_direct(path: Path, flags: int) -> int | None:
     if not direct:
         return None
     try:
-        return os.open(path, flags | direct)
+        return _open_regular(path, flags | direct)
     except OSError as error:
         if error.errno in UNSUPPORTED:
             return None

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from marlin_convert.errors import SourceError
-from marlin_convert.storage.files import PAGE, drop_cache, machine_error, open_direct
+from marlin_convert.storage.files import PAGE, drop_cache, machine_error, open_direct, open_regular
 
 #: a gap up to this is read through rather than skipped: one request costs more
 MAX_GAP = 128 << 10
@@ -107,7 +107,7 @@ class OpenFile:
     def __init__(self, path: Path, direct: bool) -> None:
         self.path = path
         try:
-            self.plain = os.open(path, os.O_RDONLY)
+            self.plain = open_regular(path)
             self.direct = open_direct(path, os.O_RDONLY) if direct else None
         except FileNotFoundError as error:
             raise SourceError(f"{path} has gone while it was being read") from error
