@@ -33,8 +33,8 @@ def difference(published: str, content: BytesIO | BufferedReader) -> str | None:
 def not_published(path: Path, where: str, problem: str) -> SourceError:
     """What is said of a file that is not the one of the commit that its folder is said to be of."""
     return SourceError(
-        f"{path} is not the file that {where} publishes: {problem}; fetch it again, then run the same command (a"
-        " copy of the folder without the record of where it came from is converted as it is, and names no"
+        f"{path} is not the file that {where} publishes: {problem}; fetch it again, then run the same command"
+        " (a copy of the folder without the record of where it came from is converted as it is, and names no"
         " repository)"
     )
 

@@ -157,9 +157,8 @@ def folder_of_commit(
     folder: Path, commit: tuple[str, str], published: Mapping[str, str | None]
 ) -> tuple[FolderStore, tuple[str, ...]]:
     """A folder whose files are said to be those of `commit`, (repository, commit), and notes for people.
-    `published` is what is known of their digests: the commit is claimed only if those of config.json, the index
-    and every weight file are known, these as sha256, and then each file that is used is compared, others, too,
-    where theirs is known.
+    `published` is what is known of their digests. The commit is claimed only if those of config.json, the
+    index and every weight file, of these sha256, are known; then each file that is read and known is compared.
     """
     store = FolderStore(folder)
     names = store.names()

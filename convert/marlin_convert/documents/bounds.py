@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Final
 
-#: commas, colons and opening brackets of a JSON text, those in strings too: a text has at most one more values
-#: and keys. The smallest take most memory, `[],` 30 times its length. The manifest of K2.6 at tp 64 has
-#: 1.4 million, the headers of all its files together 2.4, the index of K3 1.0
+#: commas, colons and opening brackets of a JSON text, those in strings too: a text has at most one more
+#: values and keys. The smallest take most memory, `[],` 30 times its length. The manifest of K2.6 at tp 64
+#: has 1.4 million, the headers of all its files together 2.4, the index of K3 1.0
 MAX_MARKS: Final = 4 << 20
 
 # bytes:
@@ -24,11 +24,11 @@ HEADERS: Final = 128 << 20
 MAX_TENSORS: Final = 1 << 20
 #: a manifest: for K2.6 8.8 MB at tp 32, 17 at tp 64
 MANIFEST: Final = 64 << 20
-#: tensors of all shards together, of which a manifest has 220 to 250 bytes and 18 to 20 marks each, 300 with the
-#: longest names; planning refuses more: 78,344 for K2.6 at tp 64
+#: tensors of all shards together, of which a manifest has 220 to 250 bytes and 18 to 20 marks each, 300 with
+#: the longest names; planning refuses more: 78,344 for K2.6 at tp 64
 MAX_STORED: Final = 160_000
-#: the record of a unit: for K2.6 at tp 64 2.6 MB, most of it the digests of experts, of which planning refuses
-#: more than half of this
+#: the record of a unit: for K2.6 at tp 64 2.6 MB, most of it the digests of experts, of which planning
+#: refuses more than half of this
 RECORD: Final = 64 << 20
 #: job.json and what `download` leaves have some hundred bytes a file of the source
 JOB: Final = 16 << 20
