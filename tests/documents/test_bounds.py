@@ -104,6 +104,11 @@ def tensors_of(header: Header) -> int:
     return len(header.tensors)
 
 
+def test_escapes_that_are_whole_are_read() -> None:
+    text = rb'["\ud83d\uDE00\\ud800\u0041\n\uE000\"\\\\ud800", "\uD7ff"]'
+    assert parse_json(text) == ['\N{GRINNING FACE}\\ud800A\n\ue000"\\\\ud800', "\ud7ff"]
+
+
 @pytest.mark.parametrize("text", [b"[[],[],0]", b'{"a":1,"b":[]}', b'["a,b:c[d{e"]'])
 def test_marks_are_counted(monkeypatch: pytest.MonkeyPatch, text: bytes) -> None:
     """Also in strings: it is a bound of the values that is found without parsing."""
@@ -129,7 +134,7 @@ DENSEST = {
     "objects": 'b"[" + b\'{"a":1000},\' * (MAX_MARKS // 3 - 1) + b"0]"',
     "strings": 'b"[" + b\'"ab",\' * (MAX_MARKS - 2) + b"0]"',
     "keys": 'b"{" + b",".join(b\'"%x":1.5\' % i for i in range(MAX_MARKS // 2 - 1)) + b"}"',
-    "long text": '"[\\"\\N{GRINNING FACE}".encode() + b"a" * (INDEX - 10) + b\'"]\'',
+    "long text": "b'[\"' + bytes.fromhex('5c75643833645c7564653030') + b'a' * (INDEX - 16) + b'\"]'",
 }
 
 

@@ -158,7 +158,7 @@ def folder_of_commit(
 ) -> tuple[FolderStore, tuple[str, ...]]:
     """A folder whose files are said to be those of `commit`, (repository, commit), and notes for people.
     `published` is what is known of their digests. The commit is claimed only if those of config.json, the
-    index and every weight file, of these sha256, are known; then each file that is read and known is compared.
+    index and every weight file, of these sha256, are known; then each known file that is read is compared.
     """
     store = FolderStore(folder)
     names = store.names()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -19,6 +20,12 @@ from marlin_convert.storage.files import digest
 NO_DIGEST = "0" * 32
 #: stands at the beginning of every document by which a folder is known to be ours
 MARK = b'"marlin-convert"'
+
+#: in valid JSON: whatever stands before it, and an escape that is half of a pair. Looked for in the text,
+#: since looking into the values would copy all of them
+HALF_SURROGATE = re.compile(
+    rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89a-fA-F])|\\u[dD][89abAB]..\\u[dD][c-fC-F]..)*+\\u"
+)
 
 T = TypeVar("T")
 
@@ -44,10 +51,10 @@ def parse_json(raw: bytes) -> Any:
         value = json.loads(
             raw.decode(), object_pairs_hook=_unique, parse_float=_finite_float, parse_constant=_no_number
         )
-        if b"\\u" in raw:
-            json.dumps(value, ensure_ascii=False).encode()  # half a surrogate is no text that can be written
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+    if HALF_SURROGATE.match(raw):
+        raise ValueError("half of a surrogate is no text")
     return value
 
 
