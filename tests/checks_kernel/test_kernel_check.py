@@ -241,7 +241,7 @@ def test_on_the_command_line(
     page = read_page(tmp_path / "report" / "kernel-report.html")
     assert "✕ NOT OK" in page.text
     assert f"rm -f -- {out}/rank-01-of-02/layer-001.safetensors" in page.text
-    assert "Wrong or suspect: rank 1, layer 1." in page.text
+    assert "✕ wrong: rank 1, layer 1." in page.text
     (title,) = [title for title in page.titles if title.startswith("layer 1: 4 experts")]
     assert title.endswith("wrong: 3")
     assert "gate and up are swapped" in said

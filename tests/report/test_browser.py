@@ -49,7 +49,7 @@ def test_what_the_browser_makes_of_it(page: Path) -> None:
     assert "✕ NOT OK" in seen.text
     assert "differs <&>" in seen.text
     assert "496 exact" in seen.text
-    assert "Wrong or suspect: rank 3, layer 12." in seen.text
+    assert "✕ wrong: rank 3, layer 12." in seen.text
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

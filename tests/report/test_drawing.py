@@ -98,7 +98,7 @@ def test_kernel_map() -> None:
     assert "expert 88: 2.10e-01" not in page.text
     (title,) = [title for title in page.titles if title.startswith("layer 12:")]
     assert title == "layer 12: 16 experts, largest error 2.10e-01 at expert 88; wrong: 88"
-    assert "Wrong or suspect: rank 3, layer 12." in page.text
+    assert "✕ wrong: rank 3, layer 12." in page.text
 
 
 def test_an_error_that_is_not_finite_is_wrong_and_never_the_least() -> None:
@@ -141,6 +141,18 @@ def test_a_part_of_the_kernel_check_says_so() -> None:
     page = Reading(kernel_page(of, some, ABOUT).encoded().decode())
     assert "It ran for 1 of 4 layers with experts in the folder, and 8 of 8 ranks." in page.text
     assert "rank 0, layer 2 to 4: not run, here, but not asked for, or without routed experts" in page.titles
+
+
+def test_what_was_not_asked_for_is_left_out() -> None:
+    of = reports.manifest()
+    page = Reading(
+        verify_page(of, reports.verification(of, ranks=range(2, 4)).document(), ABOUT).encoded().decode()
+    )
+    assert "✓ EXACT, OF A PART" in page.text
+    assert "Only a part was asked for: 372 of 497 shard files were left out." in page.text
+    assert "rank 1, layer 0 to top: left out, here, but not asked for" in page.titles
+    wrong = reports.verification(of, WRONG, ranks=range(2, 4)).document()
+    assert "✕ NOT OK " in Reading(verify_page(of, wrong, ABOUT).encoded().decode()).text
 
 
 def test_until_it_ends_the_page_says_that_it_has_not(tmp_path: Path) -> None:

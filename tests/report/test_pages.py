@@ -104,7 +104,7 @@ def test_a_wrong_nibble(copied: Path, command: Command, tmp_path: Path) -> None:
     assert f"rm -f -- {copied}/{SHARD} marlin-convert convert SOURCE {copied} --tp 2 --ep 1" in page.text
     assert [place for place, state in states(document).items() if state != "exact"] == [("layer-001", 1)]
     assert states(document)["layer-001", 1] == "wrong"
-    assert "Wrong or suspect: rank 1, layer 1." in page.text
+    assert "✕ wrong: rank 1, layer 1." in page.text
     assert "rank 1, layer 1: wrong, a finding names it" in page.titles
     assert "The files beside the shards are sound" in page.text
 
@@ -183,6 +183,17 @@ def test_hostile_names(copied: Path, command: Command, tmp_path: Path) -> None:
     assert "rm -f" not in page.text
 
 
+def test_a_stray_file_with_the_name_of_a_shard_makes_no_shard_suspect(
+    copied: Path, command: Command, tmp_path: Path
+) -> None:
+    (copied / "layer-001.safetensors").write_bytes(b"")
+    assert command("verify", copied, "--report", tmp_path / "report")[0] == 1
+    page, document = report(tmp_path / "report")
+    assert set(states(document).values()) == {"exact"}
+    assert "rm -f" not in page.text
+    assert "✕ Beside the shards, wrong: layer-001.safetensors" in page.text
+
+
 def test_inspect(copied: Path, command: Command, tmp_path: Path) -> None:
     assert command("inspect", copied, "--report", tmp_path / "report")[0] == 0
     page, _ = report(tmp_path / "report", "inspect")
@@ -194,7 +205,7 @@ def test_inspect(copied: Path, command: Command, tmp_path: Path) -> None:
     page, _ = report(tmp_path / "report", "inspect")
     assert "✕ INCOMPLETE, NOT CHECKED" in page.text
     assert "1 of 9 shard files are missing or not of their size." in page.text
-    assert "Wrong or suspect: rank 1, layer 1." in page.text
+    assert "✕ missing: rank 1, layer 1." in page.text
     code, _, said = command("inspect", copied / "rank-00-of-02/top.safetensors", "--report", tmp_path)
     assert (code, "--report is for a converted folder as a whole" in said) == (2, True)
 

@@ -76,14 +76,15 @@ def _shard(folder: str, unit: str, rank: int | None) -> Shard:
     return Shard(f"{folder}/{unit}.safetensors", unit, rank, size, ZERO, ZERO, (tensor,), ())
 
 
-def verification(of: Manifest, *findings: Finding, unread: int | None = None) -> Verification:
-    """What `verify` would say of it; nothing of layer `unread` was read."""
+def verification(
+    of: Manifest, *findings: Finding, unread: int | None = None, ranks: range | None = None
+) -> Verification:
+    """What `verify` would say of it, of some ranks or all; nothing of layer `unread` was read."""
     report = Verification(files=len(of.shards) + 10)
     report.seconds = {"documents and headers": 2.5, "tensors": 2950.0, "total": 2952.5}
     for unit in of.units:
-        part = UnitVerification(
-            whole=report, unit=unit, shards=[shard for shard in of.shards if shard.unit == unit.name]
-        )
+        shards = [s for s in of.shards if s.unit == unit.name and (ranks is None or s.rank in (None, *ranks))]
+        part = UnitVerification(whole=report, unit=unit, shards=shards)
         if unit.layer == unread and unread is not None:
             part.read = False
             part.count(unproven=3470)

@@ -47,6 +47,7 @@ LOOKS = {
         "all bytes have their digest, but with what is here not all can be put together",
     ),
     "unread": Look("idle", _SLASH, "not read", "not read, since another file of its layer is unsound"),
+    "left out": Look("idle", _SLASH, "left out", "here, but not asked for"),
     "not run": Look("idle", _SLASH, "not run", "here, but not asked for, or without routed experts"),
     "suspect": Look("bad", _QUESTION, "suspect", "something is wrong in its layer; which rank is not known"),
     "wrong": Look("bad", _CROSS, "wrong", "a finding names it"),
@@ -88,7 +89,7 @@ class FilesMap:
             (
                 tag("div", drawing, class_="wide", tabindex="0", role="region", aria_label=caption),
                 tag("ul", *(_legend(state, known[state]) for state in seen), class_="legend"),
-                _bad_ones(columns, rows),
+                *_bad_ones(columns, rows),
                 behind("the same as a table", table(caption, ("", "units"), as_table)),
             )
         )
@@ -108,20 +109,19 @@ class FilesMap:
             yield COMMON, [self.states["common", None]] * len(columns)
 
 
-def _bad_ones(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> Html:
-    """Where what is bad is, in a line."""
-    places = [
-        f"{name}, {where}" if name != COMMON else name
-        for bad in BAD
-        for name, cells in rows
-        for state, _, where in _runs(columns, cells)
-        if state == bad
-    ]
-    more = f" and {len(places) - MOST_NAMED} more" if len(places) > MOST_NAMED else ""
-    said = "; ".join(places[:MOST_NAMED])
-    return (
-        tag("p", tag("strong", f"{MARKS['bad']} Wrong or suspect: "), f"{said}{more}.") if places else Html()
-    )
+def _bad_ones(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> Iterator[Html]:
+    """Where what is bad is, a line for each state."""
+    for bad in BAD:
+        places = [
+            name if name == COMMON else f"{name}, {where}"
+            for name, cells in rows
+            for state, _, where in _runs(columns, cells)
+            if state == bad
+        ]
+        more = f" and {len(places) - MOST_NAMED:,} more" if len(places) > MOST_NAMED else ""
+        if places:
+            named = tag("strong", f"{MARKS['bad']} {LOOKS[bad].name}: ")
+            yield tag("p", named, "; ".join(places[:MOST_NAMED]), more, ".")
 
 
 def _axis(columns: Sequence[str]) -> Iterator[Html]:

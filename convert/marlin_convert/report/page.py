@@ -95,9 +95,10 @@ def commands(*lines: str) -> Html:
 def unfinished(about: About, error: str = "") -> Page:
     """What stands there until there is a result, and where there is none."""
     if error:
-        return Page(about, "bad", "COULD NOT BE CHECKED", (sentence(error), sentence(_NOTHING)))
-    lead = sentence("The command has not ended yet, or it was interrupted. ", _NOTHING)
-    return Page(about, "warn", "NOT FINISHED", lead)
+        lead = (sentence(error), sentence(_NOTHING, " Mend what is named, then run the command again."))
+        return Page(about, "bad", "COULD NOT BE CHECKED", lead)
+    said = sentence("The command has not ended yet, or it was interrupted. ", _NOTHING)
+    return Page(about, "warn", "NOT FINISHED", said)
 
 
-_NOTHING = "Nothing is said about the folder. Run the command again."
+_NOTHING = "Nothing is said about the folder."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from marlin_convert.checks.findings import STRAY
 from marlin_convert.documents.checks import ReportedFinding
 from marlin_convert.documents.manifest import Manifest
 from marlin_convert.report.html import Content, Html, facts, html, section, table
@@ -14,10 +15,15 @@ SHOWN = 200
 
 
 def beside(found: Sequence[ReportedFinding], manifest: Manifest) -> list[str]:
-    """Places of findings that are no shard files."""
-    shards = {shard.path for shard in manifest.shards} | {unit.name for unit in manifest.units}
+    """Places of findings that are no shard files of the manifest."""
+    shards = {shard.path for shard in manifest.shards}
+    names = {f"{unit.name}.safetensors" for unit in manifest.units} | {unit.name for unit in manifest.units}
     return sorted(
-        {each.path for each in found} - shards - {f"{unit.name}.safetensors" for unit in manifest.units}
+        {
+            each.path
+            for each in found
+            if STRAY in each.what or not (each.path in shards or each.path.rpartition("/")[2] in names)
+        }
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from marlin_convert.checks.outcome import of_verification
 from marlin_convert.documents.checks import CheckedUnit, VerifyReport
@@ -14,7 +14,7 @@ from marlin_convert.report.guide import guide
 from marlin_convert.report.histograms import histograms
 from marlin_convert.report.html import Content, Html, behind, section, table, tag
 from marlin_convert.report.lead import lead
-from marlin_convert.report.page import MARKS, About, Page, Tone, sentence
+from marlin_convert.report.page import MARKS, About, Page, Tone, note, sentence
 from marlin_convert.words import gigabytes
 
 WORDS: dict[str, tuple[Tone, str]] = {
@@ -28,14 +28,16 @@ def verify_page(manifest: Manifest, found: VerifyReport, about: About) -> Page:
     """What `verify` found of a folder."""
     outcome = of_verification(found)
     tone, word = WORDS[outcome.word]
+    states = _states(manifest, found)
+    left_out = sum(state == "left out" for state in states.values())
     said = (lead(outcome, found.findings, manifest, about), parts.is_part(manifest))
     return Page(
         about,
         tone,
-        word,
-        said,
+        f"{word}, OF A PART" if left_out and found.ok else word,
+        (*said, _left_out(left_out, len(states))),
         (
-            _files(manifest, found),
+            _files(manifest, found, states),
             parts.findings(found.findings, "verify.json"),
             _how(found),
             histograms(found.units),
@@ -45,8 +47,19 @@ def verify_page(manifest: Manifest, found: VerifyReport, about: About) -> Page:
     )
 
 
-def _files(manifest: Manifest, found: VerifyReport) -> Html:
-    states = {(unit.unit, shard.rank): shard.state for unit in found.units for shard in unit.shards}
+def _states(manifest: Manifest, found: VerifyReport) -> dict[tuple[str, int | None], str]:
+    """How each file stands, by unit and rank."""
+    here = {(shard.unit, shard.rank): "left out" for shard in manifest.shards}
+    return here | {(unit.unit, shard.rank): shard.state for unit in found.units for shard in unit.shards}
+
+
+def _left_out(count: int, every: int) -> Content:
+    if not count:
+        return None
+    return note("warn", f"Only a part was asked for: {count:,} of {every:,} shard files were left out.")
+
+
+def _files(manifest: Manifest, found: VerifyReport, states: Mapping[tuple[str, int | None], str]) -> Html:
     others = parts.beside(found.findings, manifest)
     beside: Content = (
         (
