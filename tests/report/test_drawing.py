@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import math
 import re
 import zlib
@@ -104,17 +105,16 @@ def test_kernel_map() -> None:
 def test_an_error_that_is_not_finite_is_wrong_and_never_the_least() -> None:
     of = reports.manifest(layers=range(3))
     report = reports.kernel(of, experts=range(4))
-    first = report.verdicts[0]
-    report.verdicts[0] = type(first)(
-        first.layer, first.rank, first.expert, "w13", 0, math.nan, math.nan, False
-    )
+    second = report.verdicts[2]  # expert 1: what is first would win every comparison that it cannot lose
+    assert (second.expert, second.projection) == (1, "w13")
+    report.verdicts[2] = dataclasses.replace(second, relative_error=math.nan, max_error=math.nan, ok=False)
     document = report.document()
     matrix = document.layers[0].ranks[0].matrices[0]
-    assert (matrix.relative_error, matrix.max_error, matrix.relative_errors[0]) == (None, None, None)
+    assert (matrix.relative_error, matrix.max_error, matrix.relative_errors[1]) == (None, None, None)
     page = Reading(kernel_page(of, document, ABOUT).encoded().decode())
     assert "largest relative error with random activations not finite" in page.text
     (title,) = [title for title in page.titles if title.startswith("layer 1:")]
-    assert title == "layer 1: 4 experts, largest error not finite at expert 0; wrong: 0"
+    assert title == "layer 1: 4 experts, largest error not finite at expert 1; wrong: 1"
 
 
 def test_of_the_model_it_is_never_said_that_the_kernel_read() -> None:
