@@ -80,7 +80,7 @@ def experts_map(found: KernelCheck) -> Html:
         *(_row(TOP + HIGH * row, line, side) for row, line in enumerate(lines)),
         viewBox=f"0 0 {width:g} {height}",
         role="img",
-        style=f"min-width:{min(width, 640):.0f}px;max-width:{max(width, 320):.0f}px",
+        style=f"min-width:{min(width, 640):.0f}px;max-width:{width * 1.1:.0f}px",
     )
     rows = [(str(line.layer), *line.in_words()) for line in lines]
     header = ("layer", "experts that ran", "largest error", "at expert", "wrong experts")

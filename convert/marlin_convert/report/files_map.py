@@ -78,7 +78,7 @@ class FilesMap:
             *(_row(20 + SIDE * y, name, columns, cells) for y, (name, cells) in enumerate(rows)),
             viewBox=f"0 0 {width} {height}",
             role="img",
-            style=f"min-width:{min(width * 0.75, 900):.0f}px;max-width:{max(width, 700)}px",
+            style=f"min-width:{min(width * 0.75, 900):.0f}px;max-width:{width * 1.1:.0f}px",
         )
         seen = [state for state in LOOKS if known[state] or any(state in cells for _, cells in rows)]
         as_table = [
@@ -125,10 +125,11 @@ def _bad_ones(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]])
 
 
 def _axis(columns: Sequence[str]) -> Iterator[Html]:
+    step = 5 if len(columns) > 20 else 1
     yield tag("text", "layer", x=0, y=13)
     for at, unit in enumerate(columns):
         layer = _layer(unit)
-        if layer is None or layer % 5 == 0:
+        if layer is None or layer % step == 0:
             name = unit if layer is None else str(layer)
             yield tag("text", name, x=MARGIN + SIDE * (at + 0.5), y=13, text_anchor="middle")
 

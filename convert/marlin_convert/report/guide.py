@@ -47,4 +47,4 @@ GUIDE = (
 def guide() -> Html:
     """What faults look like."""
     header = ("what you see", "what it may be", "what to do")
-    return section("What a fault looks like", table("Faults and what to do", header, GUIDE))
+    return section("What a fault looks like", table("Faults and what to do", header, GUIDE, "prose"))
