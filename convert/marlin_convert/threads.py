@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Thread
+from types import TracebackType
 
 from marlin_convert.errors import MachineError, MachineWarning
 
@@ -23,6 +24,12 @@ class Workers(ThreadPoolExecutor):
         except RuntimeError as error:
             if not self._threads:
                 raise no_thread() from error
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait for all that was submitted; after a failure or an interrupt only for what is under way."""
+        self.shutdown(cancel_futures=kind is not None)
 
 
 def start(target: Callable[[], None], name: str) -> bool:

@@ -1,6 +1,11 @@
-"""How values are put before people: sizes, and text out of files that may be hostile."""
+"""How values are put before people: numbers, sizes, times, and text out of files that may be hostile."""
 
 from __future__ import annotations
+
+
+def count(number: int, one: str, many: str | None = None) -> str:
+    """A number of things, such as `1 file` or `1,024 files`; `many` where that is not the word and an s."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def gigabytes(size: float) -> str:
@@ -12,6 +17,13 @@ def gigabytes(size: float) -> str:
         if size < 1000:
             return f"{size:.1f} {unit}"
     return f"{size / 1000:.1f} GB"
+
+
+def duration(seconds: float) -> str:
+    """A time for people."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def printable(text: str, keep: str = "") -> str:

@@ -72,7 +72,7 @@ def test_looks_ahead_and_lets_go(tmp_path: Path) -> None:
         store,
         {"1": "a", "2": "b", "3": "cd", "4": "ae", "5": "f"},
         tmp_path,
-        progress=lambda done, total: told.append((done, total)),
+        progress=lambda point: told.append((point.done, point.total)),
     )
     fetcher.start()
     fetcher.wait("a")
@@ -167,7 +167,7 @@ def test_progress_of_a_download_that_begins_again(tmp_path: Path, monkeypatch: p
     for file in store.files.values():
         file.size = 10
     fetcher = hub_fetcher(
-        store, {"1": "ab"}, tmp_path, progress=lambda done, total: told.append((done, total))
+        store, {"1": "ab"}, tmp_path, progress=lambda point: told.append((point.done, point.total))
     )
     fetcher.start()
     fetcher.wait("ab")

@@ -14,12 +14,14 @@ import jsonschema
 import pytest
 import torch
 
+import trees
 from any_document import plain
 from checkpoints import Checkpoint
 from html_pages import read_page
 from marlin_convert.checks.kernel.kernel_report import KernelReport
 from marlin_convert.checks.kernel.verify_kernel import verify_kernel
 from marlin_convert.errors import MachineError, SourceError, UsageError
+from marlin_convert.progress import Point
 from mistakes import Planted, mistakes, plant
 
 SPLITS = [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4)]
@@ -48,7 +50,7 @@ def assert_named(report: KernelReport, planted: Planted) -> None:
         )
         assert finding.path == f"rank-{planted.rank:02d}-of-04/layer-{planted.layer:03d}.safetensors"
     said = found[planted.expert].what
-    assert said.startswith(f"{planted.matrix}: the kernel reads ")
+    assert said.startswith(f"{planted.matrix}: the model on the CPU, not the kernel, reads ")
     assert planted.looks in said
     assert ("looks as if" in said) == bool(planted.looks)
     bad = [verdict for verdict in report.verdicts if not verdict.ok]
@@ -232,6 +234,7 @@ def test_on_the_command_line(
     assert "! A MODEL READS EXACT, NOT THE KERNEL" in page.text
     assert "rank 0, layer 1: read right, every weight that ran was read as the source has it" in page.titles
     assert said.splitlines()[-1].startswith("model-exact: the model on the CPU, not the kernel, read back ")
+    assert "kernel-exact" not in said
     out = shutil.copytree(converted(2), tmp_path / "out")
     plant(out, "gate and up swapped", LAYER, 1, 3)
     code, said, _ = command("verify", out, *arguments)
@@ -245,3 +248,16 @@ def test_on_the_command_line(
     (title,) = [title for title in page.titles if title.startswith("layer 1: 4 experts")]
     assert title.endswith("wrong: 3")
     assert "gate and up are swapped" in said
+
+
+def test_how_far_it_is_is_told_in_bytes(converted: Converted, small: Checkpoint) -> None:
+    """Of the matrices that are asked for."""
+    seen = list[Point]()
+    check(converted(2), small, layers=[LAYER], ranks=[1], experts=[0, 3], tokens=(), progress=seen.append)
+    shards = trees.manifest_of(converted(2))["shards"]
+    (shard,) = (each for each in shards if (each["unit"], each["rank"]) == (f"layer-{LAYER:03d}", 1))
+    stacked = [tensor for tensor in shard["tensors"] if "experts" in tensor]
+    total = sum(2 * tensor["size"] // tensor["shape"][0] for tensor in stacked)
+    unit = ("running the kernel's model", f"layer-{LAYER:03d}", 1, 1)
+    assert {(point.stage, point.unit, point.number, point.units) for point in seen} == {unit}
+    assert [(point.done, point.total) for point in seen] == [(total * i // 4, total) for i in range(5)]

@@ -21,6 +21,7 @@ from checkpoints.names import ShapeDtype
 from marlin_convert.checks.verify import verify
 from marlin_convert.errors import OutputError
 from marlin_convert.pipeline.run import Converted, convert
+from marlin_convert.progress import Point
 from marlin_convert.shards.reader import open_shards
 from whole import assert_as_the_oracle_says
 
@@ -236,12 +237,25 @@ def test_running_again_makes_nothing(make: Make, tmp_path: Path) -> None:
 
 
 def test_progress_ends_at_its_total(make: Make, tmp_path: Path) -> None:
-    checkpoint, seen = make(), []
-    converted(checkpoint, tmp_path / "out", 2, progress=lambda done, total: seen.append((done, total)))
-    assert {total for _, total in seen} == {checkpoint.nbytes}
-    assert seen[0][0] == 0
-    assert max(done for done, _ in seen) == checkpoint.nbytes
-    assert all(done <= total for done, total in seen)
+    checkpoint, seen = make(), list[Point]()
+    converted(checkpoint, tmp_path / "out", 2, progress=seen.append)
+    assert seen[0] == Point("converting", 0, checkpoint.nbytes, "layer-000", 1, 4)
+    assert seen[-1] == Point("writing manifest and documents", checkpoint.nbytes, checkpoint.nbytes)
+    done = [(point.done, point.number) for point in seen[:-1]]
+    assert done == sorted(done)
+    assert seen[-2] == Point("converting", checkpoint.nbytes, checkpoint.nbytes, "common", 4, 4)
+
+
+def test_progress_counts_what_a_part_reads(make: Make, tmp_path: Path) -> None:
+    """Of expert groups of which no rank is asked for nothing is read."""
+    checkpoint, seen = make(), list[Point]()
+    converted(checkpoint, tmp_path / "out", 2, 2, ranks=[1], layers=[1], progress=seen.append)
+    layer = {name: t.nbytes for name, t in checkpoint.tensors.items() if ".layers.1." in name}
+    theirs = [name for name in layer for e in range(4) if f".experts.{e}." in name]
+    assert {(point.total, point.number) for point in seen[:-1]} == {
+        (sum(layer.values()) - sum(layer[name] for name in theirs), 1)
+    }
+    assert seen[-1].done == seen[-1].total
 
 
 def test_overwrite_leaves_nothing_of_the_old(make: Make, tmp_path: Path) -> None:

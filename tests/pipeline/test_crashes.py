@@ -66,6 +66,8 @@ REFUSALS = [
     ("replace", 0.9),
 ]
 COMMAND = [sys.executable, "-m", "marlin_convert"]
+#: said at once
+STOPPING = "stopping: finishing what is being written"
 
 
 def places(of: list[tuple[str, float]], *, quick: list[tuple[str, float]]) -> list[object]:
@@ -185,7 +187,7 @@ def test_killed_while_overwriting(trial: Trial, copied: Path) -> None:
 def test_interrupted(trial: Trial, call: str, share: float, name: str, code: int) -> None:
     done = trial.broken(call, share, name)
     assert done.code == code
-    assert done.stderr.strip() == "interrupted; run the same command again to continue"
+    assert done.stderr.splitlines() == [STOPPING, "interrupted; run the same command again to continue"]
     assert done.stdout == ""
     assert trial.partials() == []
     trial.assert_continues()
@@ -202,7 +204,7 @@ def test_interrupted_again_while_it_cleans_up(trial: Trial, call: str, first: st
     done = trial.run(fault={"call": "pwrite", "number": number, "action": first, "then": then})
     assert done.code in {{"SIGINT": 130, "SIGTERM": 143}[name] for name in (first, second)}
     assert done.stdout == ""
-    assert done.stderr.strip() == "interrupted; run the same command again to continue"
+    assert done.stderr.splitlines() == [STOPPING, "interrupted; run the same command again to continue"]
     assert trial.partials() == []
     trial.assert_continues()
 
@@ -212,7 +214,7 @@ def test_interrupted_a_third_time(trial: Trial) -> None:
     third = {"call": "unlink", "number": EVERY, "action": "SIGTERM"}
     second = {"call": "unlink", "number": EVERY, "action": "SIGINT", "then": third}
     done = trial.run(fault={"call": "pwrite", "number": 20, "action": "SIGINT", "then": second})
-    assert (done.code, done.stdout, done.stderr) == (130, "", "")
+    assert (done.code, done.stdout, done.stderr) == (130, "", f"{STOPPING}\n")
     trial.assert_continues()
 
 

@@ -142,7 +142,7 @@ def test_what_is_put_together_wrong_is_suspect_on_every_rank(
     for unit in manifest.units:
         shards = [shard for shard in manifest.shards if shard.unit == unit.name]
         UnitVerification(whole=whole, unit=unit, shards=shards)
-    whole.units["top"].add(Finding("top.safetensors", "differs"))
+    whole.units["top"].add(Finding("rank-*/top.safetensors", "differs"))
     whole.add(Finding("layer-001.safetensors", "is not in the manifest; move it away"))
     found = {name: unit.summed_up(Blame(whole.findings)) for name, unit in whole.units.items()}
     assert [shard.state for shard in found["top"].shards] == ["suspect", "suspect"]

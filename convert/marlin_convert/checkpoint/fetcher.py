@@ -13,7 +13,7 @@ from threading import Condition, Thread
 from typing import TYPE_CHECKING, Protocol
 
 from marlin_convert.errors import SourceError
-from marlin_convert.progress import Progress
+from marlin_convert.progress import Point, Progress
 from marlin_convert.threads import make_do
 
 if TYPE_CHECKING:
@@ -207,8 +207,7 @@ class HubFetcher(AheadFetcher):
         """Remove what no unit needs from an earlier run's staging, then begin to fetch."""
         if self._staging is not None:
             sweep(self._staging, set(self._queue))
-        if self._progress is not None:
-            self._progress(0, sum(self._sizes.values()))
+        self._tell()
         super().start()
 
     def _path(self, file: str) -> Path:
@@ -236,8 +235,11 @@ class HubFetcher(AheadFetcher):
         with self._change:
             self._go_on()
             self._got[file] = min(size, self._sizes[file])
-            if self._progress is not None:
-                self._progress(sum(self._got.values()), sum(self._sizes.values()))
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._progress is not None:
+            self._progress(Point("downloading", sum(self._got.values()), sum(self._sizes.values())))
 
 
 def stamp(status: os.stat_result) -> list[int]:

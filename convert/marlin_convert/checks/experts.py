@@ -81,8 +81,11 @@ class ExpertCheck:
         damaged = {key for key, piece in pieces.items() if not self._is_recorded(expert, key, piece)}
         provable = len(ranks) == len(owners) or self.published.has_files
         self.report.count(size=sum(piece.nbytes for piece in pieces.values()))
-        explained = self._compare(expert, ranks, pieces, damaged) if provable else set()
-        self.report.count(proven=9 if provable else 0, unproven=0 if provable else 9)
+        explained: set[Key] = set()
+        if provable:
+            explained = self._compare(expert, ranks, pieces, damaged)
+        else:
+            self.report.count(unproven=len(PROJECTIONS) * (1 + len(stored.shape.scheme.roles)))
         for rank, name in sorted(damaged - explained):
             hint = self._whose_piece((rank, name), pieces)
             self._add(expert, None, rank, f"{name}: the stored bytes do not match their digest{hint}")
@@ -103,8 +106,8 @@ class ExpertCheck:
     def _compare(
         self, expert: int, ranks: Sequence[int], pieces: Mapping[Key, Bytes], damaged: set[Key]
     ) -> set[Key]:
-        """Compare the matrices with the source; reports what differs and returns which damaged pieces that
-        explains.
+        """Compare the matrices with the source; counts what is right, reports what differs and returns which
+        damaged pieces that explains.
         """
         stored, owners = self.stored, self.stored.owners(expert)
         slices = [
@@ -126,7 +129,9 @@ class ExpertCheck:
             expected, found = self.published.digest(self._name(expert, projection, role)), digest(matrix)
             if expected is None:
                 self._add(expert, projection, None, f"source/digests.bin has no digest of {role}")
-            elif found != expected:
+            elif found == expected:
+                self.report.count(proven=1)
+            else:
                 tensor = self._tensor_of(projection, role)
                 culprits = {(rank, tensor) for rank in ranks if (rank, tensor) in damaged}
                 explained |= culprits
@@ -146,7 +151,10 @@ class ExpertCheck:
             hint = hint or self._whose_piece(key, pieces)
         suspects: Sequence[int | None] = [rank for rank, _ in sorted(wrong.culprits)]
         for suspect in suspects or self._differing_ranks(wrong, matrix, ranks):
-            self._add(wrong.expert, wrong.projection, suspect, f"{wrong.role} differs from the source{hint}")
+            unknown = suspect is None and not self.published.has_files
+            ask = "; on which rank, verify --source tells" if unknown else ""
+            what = f"{wrong.role} differs from the source{hint}{ask}"
+            self._add(wrong.expert, wrong.projection, suspect, what)
 
     def _tensor_of(self, projection: str, role: Role) -> str:
         """The stacked tensor that holds a role of a projection."""
@@ -203,8 +211,12 @@ class ExpertCheck:
         for projection in PROJECTIONS:
             expected = self.published.digest(self._name(expert, projection, "weight_shape"))
             shape = self.stored.shape.matrix(projection)
-            shapes = (digest(np.array(shape, dtype).tobytes()) for dtype in (np.int32, np.int64))
-            if expected is not None and expected not in shapes:
+            shapes = [digest(np.array(shape, dtype).tobytes()) for dtype in (np.int32, np.int64)]
+            if expected is None:
+                continue
+            if expected in shapes:
+                self.report.count(proven=1)
+            else:
                 what = "weight_shape of the source is not the shape of weight_packed"
                 self._add(expert, projection, None, what)
 
@@ -213,7 +225,7 @@ class ExpertCheck:
 
     def _add(self, expert: int, projection: str | None, rank: int | None, what: str) -> None:
         item = next(item for (r, _), item in self.stored.held.items() if rank is None or r == rank)
-        path = item.shard.path if rank is not None else item.shard.path.split("/")[1]
+        path = item.shard.path if rank is not None else f"rank-*/{item.shard.path.split('/')[1]}"
         self.report.add(Finding(path, what, self.stored.layer, expert, projection, rank))
 
 

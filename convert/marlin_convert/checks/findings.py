@@ -41,6 +41,7 @@ class Verification:
     """What `verify` found: what is wrong, and how much was read and proven. Filled from several threads.
 
     `units` has the same by unit, as far as it got; `with_source`: the published files were read, too;
+    `of_all`: every rank and layer that is there was asked for;
     `seconds` by stage; `environment`: what ran, for reports.
     """
 
@@ -50,6 +51,7 @@ class Verification:
     proven: int = 0
     unproven: int = 0
     with_source: bool = False
+    of_all: bool = True
     units: dict[str, UnitVerification] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     environment: dict[str, str | None] = field(default_factory=dict)
@@ -83,6 +85,7 @@ class Verification:
         return VerifyReport(
             ok=self.ok,
             against="source" if self.with_source else "digests",
+            of_all=self.of_all,
             files=self.files,
             bytes=self.bytes,
             tensors_proven=self.proven,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from marlin_convert.checks.findings import SOURCE_DAMAGED, STRAY
 from marlin_convert.documents.checks import KernelCheck, ReportedFinding, VerifyReport
-from marlin_convert.words import gigabytes
+from marlin_convert.words import count, gigabytes
 
 #: files without which nothing can be reused
 KEPT = ("manifest.json", "digests.bin", "source/digests.bin", "source/config.json")
@@ -30,11 +30,13 @@ def of_verification(found: VerifyReport) -> Outcome:
     """What `verify` comes to."""
     against = "the source itself" if found.against == "source" else "the source's digests"
     looked = (
-        f"{found.files} files, {gigabytes(found.bytes)} read, {found.tensors_proven:,} source tensors"
-        f" compared with {against}"
+        f"{count(found.files, 'file')}, {gigabytes(found.bytes)} read,"
+        f" {count(found.tensors_proven, 'source tensor')} compared with {against} and the same"
     )
+    if not found.of_all:
+        looked = f"of the part that was asked for, {looked}"
     if found.tensors_unproven:
-        looked += f"; {found.tensors_unproven:,} could not be put together from what is in OUT"
+        looked += f"; {found.tensors_unproven:,} could not be put together from what was read"
         looked += "" if found.against == "source" else " (give --source)"
     word = "NOT OK" if not found.ok else "sound" if found.tensors_unproven else "exact"
     return Outcome(word, looked, mend(found.findings))
@@ -44,8 +46,9 @@ def of_kernel(found: KernelCheck) -> Outcome:
     """What `verify --kernel` comes to. Of the model on the CPU it does not say that the kernel read it."""
     reader = "the model on the CPU, not the kernel," if found.model else "the kernel"
     looked = (
-        f"{reader} read back {found.weights_read_back:,} weights of {found.matrices:,} matrices; largest"
-        f" relative error with random activations {error_text(worst_error(found))};"
+        f"{reader} read back {found.weights_read_back:,} weights of"
+        f" {count(found.matrices, 'matrix', 'matrices')}; largest relative error with random activations"
+        f" {error_text(worst_error(found))};"
         f" {found.seconds.get('total', 0.0):.1f} s"
     )
     word = "NOT OK" if not found.ok else "model-exact" if found.model else "kernel-exact"

@@ -40,28 +40,31 @@ class PlainCheck:
         slices = {item.rank // origin.replicas for item in held}
         all_here = origin.axis is None or len(slices) == self.tp // origin.replicas
         provable = all_here or self.published.has_files
-        self.report.count(
-            size=sum(item.tensor.size for item in held), proven=int(provable), unproven=int(not provable)
-        )
         if expected is None:
             self.report.add(Finding("source/digests.bin", f"has no digest of {origin.tensor}", self.layer))
         if origin.axis is None:
-            for item in held:
-                self._check_copy(origin, item, expected)
+            wrong = sum(not self._check_copy(origin, item, expected) for item in held)
+            right = not wrong
         else:
-            self._check_slices(origin, held, expected if provable else None)
+            right = self._check_slices(origin, held, expected if provable else None)
+        proven = right and provable and expected is not None
+        size = sum(item.tensor.size for item in held)
+        self.report.count(size=size, proven=int(proven), unproven=int(not provable))
 
-    def _check_copy(self, origin: Origin, item: StoredSlice, expected: bytes | None) -> None:
-        """A tensor that is whole on a rank."""
+    def _check_copy(self, origin: Origin, item: StoredSlice, expected: bytes | None) -> bool:
+        """Whether a tensor that is whole on a rank is right."""
         found = self._digest(item)
         if found.hex() != item.tensor.digest:
             self._add(item, origin, DAMAGED)
         elif expected is not None and found != expected:
             self._add(item, origin, "differs from the source" + self.published.hint(origin.sources[0], found))
+        else:
+            return True
+        return False
 
-    def _check_slices(self, origin: Origin, held: Sequence[StoredSlice], expected: bytes | None) -> None:
-        """A tensor that is cut: all slices side by side must be the source's. Of a slice that is on several
-        ranks the first is taken, and the others must be the same.
+    def _check_slices(self, origin: Origin, held: Sequence[StoredSlice], expected: bytes | None) -> bool:
+        """Whether a tensor that is cut is right: all slices side by side must be the source's. Of a slice
+        that is on several ranks the first is taken, and the others must be the same.
         """
         name, firsts = origin.sources[0], dict[int, StoredSlice]()
         for item in held:
@@ -79,20 +82,24 @@ class PlainCheck:
         for item in damaged:
             self._add(item, origin, DAMAGED)
         if damaged:
-            return
+            return False
         if expected is not None and whole.digest() != expected:
             hint = self.published.hint(name, whole.digest())
             culprits = [item for item in held if self._differs(origin, item)]
             for item in culprits:
                 self._add(item, origin, "differs from the source" + hint)
             if culprits:
-                return
+                return False
             what = f"{origin.tensor}, put together from all ranks, differs from the source{hint}"
-            self.report.add(Finding(held[0].shard.path.split("/")[1], what, self.layer))
+            name = held[0].shard.path.split("/")[1]
+            self.report.add(Finding(f"rank-*/{name}", what, self.layer))
+        right = expected in (None, whole.digest())
         for item in held:
             first = firsts[item.rank // origin.replicas].rank
             if found[item.rank] != found[first]:
                 self._add(item, origin, f"differs from what rank {first} has, and must be the same slice")
+                right = False
+        return right
 
     def _digest(self, item: StoredSlice) -> bytes:
         """Of the stored bytes."""

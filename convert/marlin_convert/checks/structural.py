@@ -14,6 +14,7 @@ from marlin_convert.checkpoint.index import INDEX_NAME
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.checks.findings import STRAY, Finding, Verification
 from marlin_convert.checks.origins import expected_origin
+from marlin_convert.checks.part import Part, folder_of
 from marlin_convert.documents.bounds import INDEX, LISTED, PROVENANCE, bound_of
 from marlin_convert.documents.codec import parse_json, read, seal_holds, typed
 from marlin_convert.documents.engine_files import (
@@ -32,11 +33,14 @@ from marlin_convert.storage.shard_file import is_filler
 UNLISTED = frozenset({"manifest.json", "provenance.json"})
 
 
-def check_listed_files(out: Path, manifest: Manifest, report: Verification) -> None:
+def check_listed_files(out: Path, part: Part, report: Verification) -> None:
     """Size and digest of every file beside the shards; nothing else lies in OUT; provenance.json is as it was
     written.
     """
+    manifest = part.manifest
     for file in manifest.files:
+        if not part.has(file.path):
+            continue
         try:
             size, value = file_digest(out / file.path, min(file.size, LISTED))
         except OSError as error:
@@ -70,8 +74,9 @@ def check_listed_files(out: Path, manifest: Manifest, report: Verification) -> N
                 report.add(Finding("provenance.json", "its bytes do not match its own digest"))
 
 
-def check_documents(manifest: Manifest, kept: KeptSource, out: Path, report: Verification) -> None:
+def check_documents(part: Part, kept: KeptSource, out: Path, report: Verification) -> None:
     """config.json, source id, indexes, origins: derived again and compared."""
+    manifest = part.manifest
     own = {file.path: file for file in manifest.files}
     identity = manifest.source.identity
     if identity.id != manifest.source_id or identity.config != xxhash.xxh3_128_hexdigest(kept.config_bytes):
@@ -95,7 +100,7 @@ def check_documents(manifest: Manifest, kept: KeptSource, out: Path, report: Ver
                         unit.layer,
                     )
                 )
-    for folder in sorted({shard.path.split("/")[0] for shard in manifest.shards}):
+    for folder in sorted({folder_of(shard.path) for shard in part.shards}):
         _check_index(
             out, folder, [shard for shard in manifest.shards if shard.path.startswith(folder + "/")], report
         )

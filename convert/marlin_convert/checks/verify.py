@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from marlin_convert.checks.derived import check_manifest
 from marlin_convert.checks.experts import ExpertCheck, StoredLayer
 from marlin_convert.checks.findings import Finding, Verification
 from marlin_convert.checks.origins import expected_origin
+from marlin_convert.checks.part import Part
 from marlin_convert.checks.plain import PlainCheck
 from marlin_convert.checks.published import Published, open_same
 from marlin_convert.checks.shard_files import check_shard
@@ -25,11 +27,11 @@ from marlin_convert.checks.structural import (
     check_small_files,
 )
 from marlin_convert.checks.units import UnitVerification
-from marlin_convert.documents.manifest import Manifest, Unit, read_manifest
+from marlin_convert.documents.manifest import Unit, read_manifest
 from marlin_convert.errors import OutputError, UsageError
 from marlin_convert.layout import get_layout, known_layouts
 from marlin_convert.limits import usable_cores
-from marlin_convert.progress import Progress
+from marlin_convert.progress import Point, Progress
 from marlin_convert.shards.kept_source import KeptSource, read_kept_source, sound_bytes
 from marlin_convert.storage.files import digest, machine_errors
 from marlin_convert.storage.reads import PieceReader
@@ -43,25 +45,33 @@ def verify(
     out: str | os.PathLike[str],
     source: str | os.PathLike[str] | None = None,
     *,
+    layers: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Verification:
     """Check a converted folder: structure, every digest, and that the inverse layout gives the source, every
     nibble and every scale.
 
-    Without `source` the digests kept in OUT stand for it; with it, the published files are read as well.
-    Raises OutputError where OUT cannot be checked at all, SourceError where `source` is not
-    the one OUT was made from.
+    Without `source` the digests kept in OUT stand for it; with it, the published files are read as well. Of
+    `layers` and `ranks` (None: all) alone the files are looked at, so the others need not be there; what of a
+    tensor is on other ranks then comes from `source`, or counts as not proven. `progress(point)` gets a
+    `progress.Point` of stored bytes and may be called from any thread.
+
+    Raises OutputError where OUT cannot be checked at all, SourceError where `source` is not the one OUT was
+    made from, UsageError for a rank or layer that is not there.
     """
     folder = Path(out)
     if not folder.is_dir():
         raise UsageError(f"{out} is not a folder")
     manifest = read_manifest(folder)
-    report, begin = Verification(with_source=source is not None), time.perf_counter()
+    part = Part.of(manifest, layers, ranks)
+    report = Verification(with_source=source is not None, of_all=part.whole)
+    begin = time.perf_counter()
     with machine_errors(f"checking {out}"):
         kept = read_kept_source(folder, manifest)
-        check_listed_files(folder, manifest, report)
-        check_documents(manifest, kept, folder, report)
+        check_listed_files(folder, part, report)
+        check_documents(part, kept, folder, report)
         right = check_manifest(manifest, kept, report)
         check_coverage(manifest, kept, report)
         opened = None if source is None else open_same(os.fspath(source), manifest)
@@ -69,7 +79,7 @@ def verify(
             check_small_files(folder, opened, report)
         good = {
             shard.path
-            for shard in manifest.shards
+            for shard in part.shards
             if check_shard(folder, manifest, shard, kept.model.experts, report)
         }
         sound = sound_bytes(folder, manifest, "source/digests.bin") is not None
@@ -80,50 +90,69 @@ def verify(
             )
         read = time.perf_counter()
         published = Published(kept, opened, sound, report)
-        tasks = list(_Data(folder, manifest, kept, published).tasks(good & right, report))
-        with Workers(threads or usable_cores()) as workers:
-            for done, _ in enumerate(workers.map(lambda task: task(), tasks), 1):
-                if progress is not None:
-                    progress(done, len(tasks))
+        tasks = list(_Data(folder, part, kept, published).tasks(good & right, report))
+        _run(tasks, threads or usable_cores(), progress or (lambda point: None))
     end = time.perf_counter()
     report.seconds = {"documents and headers": read - begin, "tensors": end - read, "total": end - begin}
     return report
 
 
+class _Task(NamedTuple):
+    """Something to check: of which unit, how many stored bytes, and what does it."""
+
+    unit: str
+    size: int
+    check: Callable[[], None]
+
+
+def _run(tasks: Sequence[_Task], threads: int, progress: Progress) -> None:
+    """Do all of it, on threads, and tell how far it is."""
+    total, done = sum(task.size for task in tasks), 0
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(task.unit for task in tasks), 1)}
+    with Workers(threads) as workers:
+        for task, _ in zip(tasks, workers.map(lambda task: task.check(), tasks), strict=True):
+            done += task.size
+            progress(Point("verifying", done, total, task.unit, numbers[task.unit], len(numbers)))
+
+
 class _Data:
     """The pass over all tensor data of shards that are structurally sound."""
 
-    def __init__(self, out: Path, manifest: Manifest, kept: KeptSource, published: Published) -> None:
-        self._manifest, self._kept, self._published = manifest, kept, published
+    def __init__(self, out: Path, part: Part, kept: KeptSource, published: Published) -> None:
+        self._part, self._manifest, self._kept, self._published = part, part.manifest, kept, published
+        manifest = part.manifest
         self._reader = PieceReader(lambda path: out / path)
         self._digests = sound_bytes(out, manifest, "digests.bin") or b""
         if manifest.layout_id not in known_layouts():
             raise OutputError(f"{out}: the layout {manifest.layout_id} is not one this program knows")
 
-    def tasks(self, good: set[str], report: Verification) -> Iterator[Callable[[], None]]:
+    def tasks(self, good: set[str], report: Verification) -> Iterator[_Task]:
         """A task for each tensor and each expert; `good` are the paths of shards that may be read."""
         for unit in self._manifest.units:
-            shards = [shard for shard in self._manifest.shards if shard.unit == unit.name]
+            shards = self._part.of_unit(unit)
+            if not shards and not self._part.whole:
+                continue
             part = UnitVerification(whole=report, unit=unit, shards=shards)
             if not shards or any(shard.path not in good for shard in shards):
                 part.read = False
-                part.count(unproven=sum(len(origin.sources) for origin in unit.tensors))
+                part.count(unproven=self._part.tensors(unit, self._kept.model.experts))
                 continue
             for task in self._unit_tasks(part):
-                yield partial(part.timed, task)
+                yield task._replace(check=partial(part.timed, task.check))
 
-    def _unit_tasks(self, part: UnitVerification) -> Iterator[Callable[[], None]]:
+    def _unit_tasks(self, part: UnitVerification) -> Iterator[_Task]:
         unit, shards = part.unit, part.shards
         stored = [StoredSlice(shard, tensor) for shard in shards for tensor in shard.tensors]
         yield from self._plain_tasks(unit, stored, len(shards), part)
         yield from self._expert_tasks(unit, stored, part)
         for item in stored:
             if is_filler(item.tensor.name):
-                yield partial(self._check_filler, item, unit.layer, part)
+                check = partial(self._check_filler, item, unit.layer, part)
+                yield _Task(unit.name, item.tensor.size, check)
 
     def _plain_tasks(
         self, unit: Unit, stored: Sequence[StoredSlice], shards: int, report: Verification
-    ) -> Iterator[Callable[[], None]]:
+    ) -> Iterator[_Task]:
         check = PlainCheck(self._reader, self._published, report, self._manifest.tp, unit.layer)
         for origin in unit.tensors:
             if origin.rule == "experts":
@@ -136,11 +165,12 @@ class _Data:
                 what = f"{origin.tensor} is not in all shards of {unit.name}"
                 report.add(Finding("manifest.json", what, unit.layer))
                 continue
-            yield partial(check.check, origin, held)
+            size = sum(item.tensor.size for item in held)
+            yield _Task(unit.name, size, partial(check.check, origin, held))
 
     def _expert_tasks(
         self, unit: Unit, stored: Sequence[StoredSlice], report: UnitVerification
-    ) -> Iterator[Callable[[], None]]:
+    ) -> Iterator[_Task]:
         stacked = [origin.tensor for origin in unit.tensors if origin.rule == "experts"]
         if not stacked or unit.layer is None:
             return
@@ -155,8 +185,9 @@ class _Data:
         layer = StoredLayer(unit.layer, prefix, layout, shape, experts, held, self._digests)
         sound = [self._is_sound(layer, key, report) for key in held]
         if all(sound):
-            check = ExpertCheck(self._reader, self._published, report, layer)
-            yield from (partial(check.check, expert) for expert in layer.owned())
+            check, owned = ExpertCheck(self._reader, self._published, report, layer), layer.owned()
+            size = sum(item.tensor.size for item in held.values()) // max(len(owned), 1)
+            yield from (_Task(unit.name, size, partial(check.check, expert)) for expert in owned)
 
     def _is_sound(self, layer: StoredLayer, key: tuple[int, str], report: Verification) -> bool:
         """Whether a stacked tensor has the shape of its experts; and its digest must be that of theirs."""

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import click
 
-from marlin_convert.cli import streams
+from marlin_convert.cli import options, streams
 from marlin_convert.cli.by_file import CommandsByFile
 from marlin_convert.cli.interrupts import Interrupts, Terminated, interrupt_behind
 from marlin_convert.errors import ConvertError, MachineWarning
@@ -21,8 +21,21 @@ from marlin_convert.extras import EXTRAS, missing
 VERBS = ("plan", "download", "convert", "verify", "inspect", "bench", "doctor")
 
 
+class Verbs(CommandsByFile):
+    """The verbs, which an interrupt leaves as an error that has it as its cause."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run a verb. Of an interrupt click would print an empty line, in a log of JSON too: it gets an
+        error, of which `_call` makes the interrupt again.
+        """
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as interrupt:
+            raise RuntimeError("interrupted") from interrupt
+
+
 @click.group(
-    cls=CommandsByFile,
+    cls=Verbs,
     names=VERBS,
     place="marlin_convert.cli.",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -64,6 +77,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    streams.log_as_json(options.LOG_JSON in arguments)  # before they are read: errors of usage are JSON too
     try:
         code = _call(arguments)
         return code if isinstance(code, int) else 0
@@ -72,7 +86,7 @@ def _run(arguments: list[str]) -> int:
     except click.ClickException as error:
         shown = io.StringIO()
         error.show(shown)
-        streams.say(shown.getvalue().rstrip("\n"))
+        streams.fail(shown.getvalue().rstrip("\n"), begin="")
         return error.exit_code
     except (click.Abort, KeyboardInterrupt) as interrupt:
         return _interrupted(interrupt)
@@ -81,20 +95,20 @@ def _run(arguments: list[str]) -> int:
         return 0
     except ConvertError as error:
         _show(error)
-        streams.say(f"error: {streams.error_line(error)}")
+        streams.fail(streams.error_line(error))
         return error.exit_code
     except ModuleNotFoundError as error:
         if error.name in EXTRAS:
-            streams.say(f"error: {missing(error.name)}")
+            streams.fail(missing(error.name))
             return 2
         return _internal(error)
     except OSError as error:
         _show(error)
-        streams.say(f"error: {streams.error_line(error)}; mend that, then run the same command again")
+        streams.fail(f"{streams.error_line(error)}; mend that, then run the same command again")
         return 4
     except MemoryError as error:
         _show(error)
-        streams.say("error: out of memory; give it more, then run the same command again")
+        streams.fail("out of memory; give it more, then run the same command again")
         return 4
     except Exception as error:
         return _internal(error)
@@ -118,9 +132,10 @@ def _interrupted(interrupt: BaseException) -> int:
 
 def _internal(error: Exception) -> int:
     _show(error)
-    streams.say(
-        f"internal error: {type(error).__name__}: {streams.error_line(error)}; set MARLIN_CONVERT_DEBUG=1"
-        " and report what it prints"
+    streams.fail(
+        f"{type(error).__name__}: {streams.error_line(error)}; set MARLIN_CONVERT_DEBUG=1 and report what it"
+        " prints",
+        begin="internal error: ",
     )
     return 4
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from marlin_convert.cli import output
-from marlin_convert.cli.options import hub_options, json_option, parallel_options, size
+from marlin_convert.cli import display, output, streams
+from marlin_convert.cli.options import hub_options, json_option, log_option, parallel_options, size
 from marlin_convert.errors import UsageError
-from marlin_convert.words import gigabytes
+from marlin_convert.words import count, gigabytes
 
 if TYPE_CHECKING:
     from marlin_convert.pipeline.run import Converted
@@ -64,6 +64,7 @@ LISTED = 10
 )
 @click.option("--yes", is_flag=True, help="With --overwrite: remove without asking.")
 @json_option
+@log_option
 def command(
     source: str,
     out: str,
@@ -98,8 +99,8 @@ def command(
     begin = time.monotonic()
     hub = HubOptions(revision, token, cache_dir, local_dir, free_source, max_workers)
     with (
-        output.progress_bar("downloading", hub=True) as fetch_progress,
-        output.progress_bar("converting") as progress,
+        display.progress(hub=True) as fetch_progress,
+        display.progress("stopping: finishing what is being written") as progress,
     ):
         report = convert(
             source,
@@ -123,7 +124,15 @@ def command(
     if as_json:
         times = report.stages.times()
         output.document(
-            ConvertResult(str(report.out), report.made, report.found, report.output_bytes, seconds, times)
+            ConvertResult(
+                str(report.out),
+                report.made,
+                report.made_bytes,
+                report.found,
+                report.output_bytes,
+                seconds,
+                times,
+            )
         )
         return
     _show(report, out, verify, seconds)
@@ -133,7 +142,7 @@ def _show(report: Converted, out: str, verify: str, seconds: float) -> None:
     """What was made, in words."""
     if report.made == 0:
         output.result(
-            f"{out} is finished already: {report.found} units, {gigabytes(report.output_bytes)};"
+            f"{out} is finished already: {count(report.found, 'unit')}, {gigabytes(report.output_bytes)};"
             f" what is in the files was not looked at: marlin-convert verify {out}"
         )
         return
@@ -148,8 +157,8 @@ def _show(report: Converted, out: str, verify: str, seconds: float) -> None:
         "kernel": "each proven exact, and by the kernel",
     }[verify]
     output.result(
-        f"{out}: {report.made} units made{found}, {gigabytes(report.output_bytes)} in {seconds:.1f} s,"
-        f" {proof}"
+        f"{out}: {count(report.made, 'unit')} made{found}, {gigabytes(report.made_bytes)} in"
+        f" {seconds:.1f} s, {proof}"
     )
     output.result(f"check what is on the disk:  marlin-convert verify {out}")
 
@@ -157,14 +166,17 @@ def _show(report: Converted, out: str, verify: str, seconds: float) -> None:
 def _confirm(files: Sequence[Path]) -> bool:
     """Name what --overwrite removes and ask. Raises UsageError where nobody can be asked."""
     size = sum(path.stat().st_size for path in files)
-    output.message(f"--overwrite removes {len(files)} files, {gigabytes(size)}:")
+    output.message(f"--overwrite removes {count(len(files), 'file')}, {gigabytes(size)}:")
     for path in files[:LISTED]:
         output.message(f"  {path}")
     if len(files) > LISTED:
         output.message(f"  and {len(files) - LISTED} more")
-    if not sys.stdin.isatty():
+    if streams.json_lines() or not sys.stdin.isatty():
         raise UsageError("nothing was removed, as nobody can be asked here; say so with --overwrite --yes")
     try:
         return click.confirm("Remove them?", err=True)
+    except click.Abort:
+        output.message("")  # the line of the question ends
+        raise
     except OSError as error:
         raise UsageError(f"nothing was removed, as the question cannot be shown: {error.strerror}") from error

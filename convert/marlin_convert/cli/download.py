@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from marlin_convert.cli import output
-from marlin_convert.cli.options import hub_options, json_option
+from marlin_convert.cli import display, output
+from marlin_convert.cli.options import hub_options, json_option, log_option
 from marlin_convert.words import gigabytes
 
 
@@ -18,6 +18,7 @@ from marlin_convert.words import gigabytes
 @click.option("--local-dir", help="The same as DIR.")
 @click.option("--max-workers", type=click.IntRange(1), help="Files at a time [default: 8].")
 @json_option
+@log_option
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -44,7 +45,7 @@ def command(
     from marlin_convert.checkpoint.hub_files import HubOptions
 
     options = HubOptions(revision, token, cache_dir, folder or local_dir, max_workers=max_workers)
-    with output.progress_bar("downloading", hub=True) as progress:
+    with display.progress(hub=True) as progress:
         done = download(repo, options, include=include, exclude=exclude, progress=progress)
     if as_json:
         output.document(done.document())

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
+
+from marlin_convert.cli import streams
 
 #: signals after which nothing is waited for any more
 IMPATIENT = 3
@@ -43,7 +47,30 @@ class Interrupts:
         if self._signals >= IMPATIENT:
             os._exit(self._code)
         if self._signals == 1:
+            _announce()
             raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+
+
+#: what is said at once where an interrupt does not end the command at once
+_announcements: list[str] = []
+
+
+@contextmanager
+def announced(text: str) -> Iterator[None]:
+    """Within this block the first signal says `text`, if there is any."""
+    _announcements.append(text)
+    try:
+        yield
+    finally:
+        _announcements.pop()
+
+
+def _announce() -> None:
+    """From a signal handler: past all buffers and locks, which what was interrupted may hold."""
+    if _announcements and _announcements[-1]:
+        with suppress(OSError):
+            bar = "\n" if os.isatty(2) else ""  # the line of the bar ends there
+            os.write(2, f"{bar}{streams.line(_announcements[-1])}\n".encode())
 
 
 def interrupt_behind(error: BaseException) -> KeyboardInterrupt | None:

@@ -17,6 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 #: no checkpoint has more layers, ranks or experts, and no benchmark more tokens
 LARGEST = 1_000_000
+LOG_JSON = "--log-json"
 _UNITS = {
     "": 1,
     "k": 10**3,
@@ -141,3 +142,13 @@ def rank_option(what: str) -> Callable[[F], F]:
 def rounds_option(default: int, what: str = "Rounds of which the median is taken.") -> Callable[[F], F]:
     """--rounds, of a bench."""
     return click.option("--rounds", type=click.IntRange(1), default=default, show_default=True, help=what)
+
+
+def log_option(function: F) -> F:
+    """--log-json; `cli.run` has looked for it before."""
+    return click.option(
+        LOG_JSON,
+        is_flag=True,
+        expose_value=False,
+        help="Progress, messages and errors on standard error as JSON, an object a line.",
+    )(function)

@@ -5,15 +5,20 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from typing import TextIO
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, TextIO
 
 import click
 
 from marlin_convert.errors import MachineError
 from marlin_convert.words import printable
 
+if TYPE_CHECKING:
+    from msgspec import Struct
+
 #: characters of an error that are printed
 MAX_LINE = 4000
+_as_json = [False]
 
 
 def occupy() -> None:
@@ -32,12 +37,61 @@ def error_line(error: BaseException) -> str:
     return text if len(text) < MAX_LINE else text[:MAX_LINE] + "..."
 
 
+def log_as_json(wanted: bool) -> None:
+    """From now on all that is said on stderr is JSON, an object a line, or text again."""
+    _as_json[0] = wanted
+
+
+def json_lines() -> bool:
+    """Whether it is JSON."""
+    return _as_json[0]
+
+
 def say(text: str) -> None:
     """A line on stderr. Where that does not work there is no place to say so: what the command does and its
     exit code are more.
     """
+    _put(line(text))
+
+
+def line(text: str) -> str:
+    """What is said, without the end of the line."""
+    if not json_lines():
+        return printable(text, "\n")
+    from marlin_convert.documents.log import LogMessage
+
+    return _json_line(LogMessage("message", now(), text))
+
+
+def fail(text: str, begin: str = "error: ") -> None:
+    """Say why the command fails; `begin` is for people."""
+    if json_lines():
+        from marlin_convert.documents.log import LogError
+
+        say_json(LogError("error", now(), text))
+    else:
+        _put(printable(begin + text, "\n"))
+
+
+def say_json(line: Struct) -> None:
+    """An object on stderr, in one line."""
+    _put(_json_line(line))
+
+
+def _json_line(line: Struct) -> str:
+    from marlin_convert.documents.codec import write
+
+    return write(line).decode()
+
+
+def now() -> str:
+    """The time, for a line of a log."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def _put(text: str) -> None:
     try:
-        click.echo(printable(text, "\n"), err=True)
+        click.echo(text, err=True)
     except (OSError, ValueError):
         _forget(sys.stderr)
 

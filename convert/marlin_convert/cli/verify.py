@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from marlin_convert.checks.outcome import error_text, of_kernel, of_verification
-from marlin_convert.cli import output
-from marlin_convert.cli.options import json_option, kernel_options, numbers
+from marlin_convert.cli import display, output
+from marlin_convert.cli.options import json_option, kernel_options, log_option, numbers
 from marlin_convert.cli.report import Reporter, report_option, reporter
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ SHOWN = 40
     is_flag=True,
     help="Run the Marlin MoE kernel on the shards instead; needs torch, and a GPU unless --device cpu.",
 )
-@click.option("--layers", type=numbers, help="With --kernel: only these layers.")
-@click.option("--ranks", type=numbers, help="With --kernel: only these ranks.")
+@click.option("--layers", type=numbers, help="Only these layers; the files of others need not be there.")
+@click.option("--ranks", type=numbers, help="Only these ranks; the files of others need not be there.")
 @click.option("--experts", type=numbers, help="With --kernel: only these experts.")
 @click.option(
     "--sample", type=click.IntRange(1), help="With --kernel: only this many experts, spread evenly."
@@ -42,6 +42,7 @@ SHOWN = 40
 @kernel_options
 @report_option
 @json_option
+@log_option
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -51,6 +52,8 @@ def command(
     source: str | None,
     threads: int | None,
     kernel: bool,
+    layers: tuple[int, ...] | None,
+    ranks: tuple[int, ...] | None,
     as_json: bool,
     report: Path | None,
     **scope: Any,
@@ -58,9 +61,10 @@ def command(
     """Check a converted folder: structure, all digests, and that the inverse layout gives the source, every
     nibble and every scale.
 
-    With --kernel, run the real kernel on the shards against the dequantized originals: it reads back every
-    weight; --tokens 0 leaves the fused MoE out. Exit code 1 where anything is wrong; each line names layer,
-    expert, projection and rank as far as they apply.
+    On a machine that has some ranks only, give --ranks: what of a tensor is on other ranks then comes from
+    --source, or counts as not proven. With --kernel, run the real kernel on the shards against the
+    dequantized originals: it reads back every weight; --tokens 0 leaves the fused MoE out. Exit code 1 where
+    anything is wrong; each line names layer, expert, projection and rank as far as they apply.
     """
     if too_many:
         raise click.UsageError(
@@ -74,21 +78,25 @@ def command(
     if given and not kernel:
         raise click.UsageError(f"--{given[0]} goes with --kernel; without it everything is checked", ctx)
     written = reporter(report, "kernel-report" if kernel else "verify", out)
+    part = {"layers": layers, "ranks": ranks}
     ok = (
-        _kernel(out, source, as_json, written, scope)
+        _kernel(out, source, as_json, written, part | scope)
         if kernel
-        else _exact(out, source, threads, as_json, written)
+        else _exact(out, source, as_json, written, part | {"threads": threads})
     )
     if not ok:
         ctx.exit(1)
 
 
-def _exact(out: str, source: str | None, threads: int | None, as_json: bool, report: Reporter) -> bool:
+def _exact(out: str, source: str | None, as_json: bool, report: Reporter, part: dict[str, Any]) -> bool:
     from marlin_convert.checks.verify import verify
     from marlin_convert.report.verify_page import verify_page
 
-    with report.working(), output.progress_bar("verifying", "step") as progress:
-        found = verify(out, source, threads=threads, progress=progress)
+    with (
+        report.working(),
+        display.progress("stopping: finishing what is being read") as progress,
+    ):
+        found = verify(out, source, progress=progress, **part)
     found.environment = report.environment()
     document = found.document()
     try:
@@ -107,7 +115,10 @@ def _kernel(out: str, source: str | None, as_json: bool, report: Reporter, scope
     from marlin_convert.report.kernel_page import kernel_page
 
     scope["tokens"] = tuple(count for count in scope["tokens"] if count)
-    with report.working(), output.progress_bar("running the kernel", "layer") as progress:
+    with (
+        report.working(),
+        display.progress("stopping: finishing what the kernel runs") as progress,
+    ):
         found = verify_kernel(out, source, progress=progress, **scope)
     found.environment |= report.environment()
     document = found.document()

@@ -88,6 +88,7 @@ class VerifyReport(Struct, frozen=True):
         Literal["source", "digests"],
         about("whether the published files were read, or the digests that OUT keeps stand for them"),
     ]
+    of_all: Annotated[bool, about("whether all that is there was looked at, not some ranks or layers only")]
     files: Annotated[Count, about("files looked at")]
     bytes: Annotated[Count, about("bytes read and compared")]
     tensors_proven: Annotated[Count, about("source tensors proven exact")]

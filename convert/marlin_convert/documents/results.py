@@ -15,6 +15,7 @@ class ConvertResult(Struct, frozen=True):
 
     out: Annotated[Text, about("the converted folder")]
     units_made: Annotated[Count, about("units made now")]
+    made_bytes: Annotated[Count, about("bytes of their shard files")]
     units_found: Annotated[Count, about("units that an earlier run had made")]
     output_bytes: Annotated[OneOrMore, about("bytes of all shard files")]
     seconds: Annotated[Seconds, about("from begin to end")]

@@ -20,6 +20,7 @@ from marlin_convert.documents.bench import ConversionBench, KernelBench, LayoutB
 from marlin_convert.documents.checks import KernelCheck, VerifyReport
 from marlin_convert.documents.doctor import Examination
 from marlin_convert.documents.engine_files import Index, QuantizationConfig
+from marlin_convert.documents.log import LogCompiling, LogError, LogMessage, LogProgress
 from marlin_convert.documents.manifest import Manifest
 from marlin_convert.documents.plan import Plan
 from marlin_convert.documents.provenance import Provenance
@@ -97,6 +98,7 @@ PAGES = {
     "kernel-report": Page(
         "verify --kernel: what the kernel read in the shards", [KernelCheck], more=FINDINGS
     ),
+    "log": Page("A line of --log-json on standard error", [LogProgress, LogCompiling, LogMessage, LogError]),
     "manifest": Page("manifest.json of a converted folder", [Manifest]),
     "plan": Page("Output of plan --json", [Plan]),
     "provenance": Page("provenance.json: who, when, how fast; never compared", [Provenance]),

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 #: The kernel's code is empty for older GPUs.
 MIN_CAPABILITY = (8, 0)
+#: the CPU model, which is never chosen by itself
+REFERENCE = "reference"
 
 
 class KernelUnavailableError(MachineError):

@@ -19,6 +19,7 @@ from numba.core import serialize
 from numba.core.caching import FunctionCache
 
 from marlin_convert.errors import MachineWarning
+from marlin_convert.progress import compiling
 from marlin_convert.storage.files import read_small
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -64,18 +65,22 @@ class CodeCache:
         self._numba._cache_file = CodeFiles(named, self._numba._impl.locator.get_source_stamp())
 
     def load_overload(self, signature: Any, target: Any) -> Any:
-        """The kept machine code, or None."""
+        """The kept machine code, or None: then numba compiles, and hands the code to `save_overload`."""
+        kept = None
         try:
-            return self._numba.load_overload(signature, target)
+            kept = self._numba.load_overload(signature, target)
         except Exception as error:
             _say(
                 f"compiled code kept in {self.cache_path} is of no use ({_reason(error)}): it is made anew,"
                 " which takes some seconds"
             )
-            return None
+        if kept is None:
+            compiling.tell(begun=True)
+        return kept
 
     def save_overload(self, signature: Any, code: Any) -> None:
         """Keep machine code, if that can be done."""
+        compiling.tell(begun=False)
         try:
             self._numba.save_overload(signature, code)
         except Exception as error:

@@ -82,7 +82,9 @@ class ExpertJob:
                 self._hash_outputs(outputs)
             with tools.stages.time("write", written):
                 self._write(outputs)
-        tools.progress(size)
+        # not `size`, which has what lies between them
+        sizes = (self.work.target.source.tensors[tensor.name].entry.size for tensor in self.tensors)
+        tools.progress(self.work.unit, sum(sizes))
 
     def _outputs(self, buffer: Bytes) -> dict[tuple[int, str], Output]:
         """By rank and stacked tensor, where the batch goes in `buffer`, each on a page of its own."""

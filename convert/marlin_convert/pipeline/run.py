@@ -8,16 +8,17 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Thread
 
 from marlin_convert.checkpoint.fetcher import Fetcher
 from marlin_convert.checkpoint.hub_files import HubOptions
 from marlin_convert.checkpoint.identify import identify, stamps
-from marlin_convert.checkpoint.source import Source, open_source
+from marlin_convert.checkpoint.source import open_source
 from marlin_convert.documents.records import FinishedUnit
 from marlin_convert.errors import SourceError, UsageError
 from marlin_convert.pipeline.budget import Budget, choose_budget
 from marlin_convert.pipeline.clear import clear_output, removable, remove_partials
+from marlin_convert.pipeline.counter import Counter
 from marlin_convert.pipeline.executor import Executor, Job
 from marlin_convert.pipeline.expert_job import expert_jobs
 from marlin_convert.pipeline.finish import finish_output
@@ -34,7 +35,6 @@ from marlin_convert.pipeline.unit_work import UnitWork
 from marlin_convert.pipeline.work_folder import WORK, WorkFolder, locked
 from marlin_convert.planning.needs import needs
 from marlin_convert.planning.output_plan import Options, OutputUnit, plan_output
-from marlin_convert.planning.units import expert_tensors
 from marlin_convert.progress import Progress
 from marlin_convert.shards.kept_source import recorded_digests
 from marlin_convert.storage.buffers import BufferPool
@@ -47,12 +47,13 @@ Confirm = Callable[[Sequence[Path]], bool]
 
 @dataclass(frozen=True)
 class Converted:
-    """What a run did: units made now and found finished, and seconds and bytes per stage, summed over
-    threads.
+    """What a run did: units made now, with the bytes of their files, and found finished; bytes of all shard
+    files; seconds and bytes per stage, summed over threads.
     """
 
     out: Path
     made: int
+    made_bytes: int
     found: int
     output_bytes: int
     stages: Stages
@@ -82,8 +83,9 @@ def convert(
     `layers` and `ranks` limit what is made (None: all); `layout` is the id of one of the registered layouts
     (None: that of the Marlin MoE kernel). `memory` is the budget for buffers in bytes. `verify` is "exact"
     (each buffer is inverted and compared with the source before it is written), "kernel" (and each written
-    layer goes through the kernel on a GPU) or "none". `progress(done, total)` gets source bytes and may be
-    called from any thread; `fetch_progress` the same for what comes from the hub. `hub` says how a repository
+    layer goes through the kernel on a GPU) or "none". `progress(point)` gets a
+    `progress.Point` of source bytes and may be called from any thread; `fetch_progress` the same for what
+    comes from the hub. `hub` says how a repository
     is read and kept. `overwrite` keeps what the same conversion has made and removes any other one, where
     `confirm(files)` agrees or is not given: then nobody is asked.
 
@@ -140,8 +142,9 @@ class Conversion:
             else:
                 left = []
             self.work.remove()
-        made = len(left)
-        return Converted(out, made, len(target.plan.units) - made, target.plan.total_bytes, self.stages)
+        made = sum(unit.file_size * len(unit.ranks) for unit in left)
+        found = len(target.plan.units) - len(left)
+        return Converted(out, len(left), made, found, target.plan.total_bytes, self.stages)
 
     def _decide(self) -> Decision:
         """What may be done with OUT as it is now."""
@@ -209,10 +212,12 @@ class Conversion:
 
         # what has just been fetched and hashed is in the page cache: reading past it would read the disk
         reader = PieceReader(source.path, self.direct_io and not fetcher.cached)
-        pool, count = BufferPool(self.budget.memory), _counter(source, left, self.progress)
-        tools = Tools(fetcher, reader, pool, self.stages, checks != "none", count)
+        counter, pool = Counter(self.target, left, self.progress), BufferPool(self.budget.memory)
+        tools = Tools(fetcher, reader, pool, self.stages, checks != "none", counter.count)
+        counter.begin()
         fetcher.start()
         Executor(tools, self.budget.threads, finished).run(self._jobs(left))
+        counter.finish()
 
     def _jobs(self, units: Sequence[OutputUnit]) -> Iterator[Job]:
         """All jobs in order, each unit's made only when its turn comes."""
@@ -231,33 +236,3 @@ def _load_compiled() -> None:
     """
     with suppress(Exception):
         import_module("marlin_convert.layout.batch")
-
-
-def _counter(source: Source, units: Sequence[OutputUnit], progress: Progress | None) -> Callable[[int], None]:
-    """Adds up source bytes and tells `progress`."""
-    if progress is None:
-        return lambda size: None
-    total = sum(source_bytes(source, unit) for unit in units)
-    lock, done = Lock(), 0
-    progress(0, total)
-
-    def count(size: int) -> None:
-        nonlocal done
-        with lock:
-            done = min(done + size, total)
-            progress(done, total)
-
-    return count
-
-
-def source_bytes(source: Source, unit: OutputUnit) -> int:
-    """Bytes a unit takes from the source."""
-    names = [tensor.name for tensor in unit.source.plain]
-    if unit.source.experts_prefix is not None:
-        shape = source.model.expert_shape()
-        names += [
-            tensor.name
-            for expert in range(source.model.experts)
-            for tensor in expert_tensors(unit.source.experts_prefix, expert, shape)
-        ]
-    return sum(source.tensors[name].entry.size for name in names)

@@ -10,6 +10,7 @@ from threading import Lock
 
 from marlin_convert.checkpoint.fetcher import Fetcher
 from marlin_convert.documents.provenance import Stage
+from marlin_convert.planning.output_plan import OutputUnit
 from marlin_convert.storage.buffers import BufferPool
 from marlin_convert.storage.reads import PieceReader
 
@@ -47,7 +48,7 @@ class Stages:
 @dataclass(frozen=True)
 class Tools:
     """Shared by all jobs of a run. `check` is whether to invert each buffer and compare before it is
-    written.
+    written; `progress` is told of source bytes that a unit has done with.
     """
 
     fetcher: Fetcher
@@ -55,4 +56,4 @@ class Tools:
     pool: BufferPool
     stages: Stages
     check: bool
-    progress: Callable[[int], None]
+    progress: Callable[[OutputUnit, int], None]

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.planning.output_plan import OutputPlan, OutputUnit
 from marlin_convert.planning.units import expert_tensors
 
 
+def source_tensors(plan: OutputPlan, unit: OutputUnit) -> Iterator[str]:
+    """The source tensors a unit reads, in the order it needs them."""
+    yield from _routed(plan, unit)
+    yield from (tensor.name for tensor in unit.source.plain)
+
+
 def unit_files(source: Source, plan: OutputPlan, unit: OutputUnit) -> tuple[str, ...]:
     """The weight files a unit reads, in the order it needs them first."""
-    files = dict.fromkeys(source.tensors[name].file for name in _routed(plan, unit))
-    return tuple(files | dict.fromkeys(source.tensors[tensor.name].file for tensor in unit.source.plain))
+    return tuple(dict.fromkeys(source.tensors[name].file for name in source_tensors(plan, unit)))
 
 
 def _routed(plan: OutputPlan, unit: OutputUnit) -> Iterable[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
@@ -52,6 +52,13 @@ class KernelReport:
     weights_read_back: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     layer_seconds: dict[int, float] = field(default_factory=dict)
+    #: told of each matrix of an expert on a rank that is done
+    step: Callable[[], None] = field(default=lambda: None, repr=False)
+
+    @property
+    def reader(self) -> str:
+        """Who read the weights."""
+        return "the model on the CPU, not the kernel," if self.model else "the kernel"
 
     @property
     def ok(self) -> bool:

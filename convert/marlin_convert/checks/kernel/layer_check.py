@@ -138,6 +138,7 @@ class LayerCheck:
                 self.report.verdicts.append(
                     Verdict(self.files.layer, rank, expert, name, wrong[i], relative, largest, good)
                 )
+                self.report.step()
                 if not (good or wrong[i]):
                     what = (
                         f"{name}: random activations give a relative error of {relative:.2e}, more than"
@@ -195,9 +196,9 @@ class LayerCheck:
         true = read if local == self.files.layout.padded(self.files.shape) else _unpadded(read, name, local)
         looks = diagnose(true, pair, name, lambda: self._others(name, rank, expert))
         what = (
-            f"{name}: the kernel reads {count} of {want.numel()} weights differently, the first at row {row}"
-            f" of the slice, input {k}: {read[n, k].item():g} where the original is {want[n, k].item():g}"
-            + (f"; it looks as if {looks}" if looks else "")
+            f"{name}: {self.report.reader} reads {count} of {want.numel()} weights differently, the first at"
+            f" row {row} of the slice, input {k}: {read[n, k].item():g} where the original is"
+            f" {want[n, k].item():g}" + (f"; it looks as if {looks}" if looks else "")
         )
         self.report.findings.append(self._finding(what, expert, projection, rank))
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from marlin_convert.errors import UsageError
-
 
 @dataclass(frozen=True)
 class CheckScope:
@@ -16,17 +14,6 @@ class CheckScope:
     experts: tuple[int, ...] | None
     tokens: tuple[int, ...]
     top_k: int
-
-
-def subset(what: str, wanted: Sequence[int] | None, present: Sequence[int]) -> Sequence[int]:
-    """Those of `present` that are wanted, all for None. Raises UsageError for one that is not there."""
-    if wanted is None:
-        return present
-    if absent := sorted(set(wanted) - set(present)):
-        raise UsageError(
-            f"there is no {what} {absent[0]} to check here; there are {present[0]} to {present[-1]}"
-        )
-    return sorted(set(wanted))
 
 
 def sampled(experts: Sequence[int], count: int) -> tuple[int, ...]:

@@ -18,7 +18,8 @@ from marlin_convert.checks.kernel.layer_files import (
     originals_from_source,
     originals_restored,
 )
-from marlin_convert.checks.kernel.scope import CheckScope, sampled, subset
+from marlin_convert.checks.kernel.scope import CheckScope, sampled
+from marlin_convert.checks.part import subset
 from marlin_convert.checks.published import open_same
 from marlin_convert.documents.manifest import Manifest, Unit, read_manifest
 from marlin_convert.errors import MachineError, UsageError
@@ -28,14 +29,14 @@ from marlin_convert.kernels.providers import Provider, environment, load_for
 from marlin_convert.kernels.quant_types import need_kernel_type
 from marlin_convert.layout import get_layout
 from marlin_convert.models.family import ModelConfig
-from marlin_convert.progress import Progress
+from marlin_convert.progress import Point, Progress
 from marlin_convert.shards.kept_source import read_kept_source
 from marlin_convert.shards.reader import Shards, open_shards
 
 
 def verify_kernel(
     out: str | os.PathLike[str],
-    source: str | None = None,
+    source: str | os.PathLike[str] | None = None,
     *,
     layers: Sequence[int] | None = None,
     ranks: Sequence[int] | None = None,
@@ -61,7 +62,7 @@ def verify_kernel(
     need_kernel_type(manifest.layout_id)
     refuse_known_wrong(manifest)
     chosen = load_for(device, provider)
-    opened = None if source is None else open_same(source, manifest)
+    opened = None if source is None else open_same(os.fspath(source), manifest)
     kept = read_kept_source(folder, manifest)
     model = kept.model
     ran: dict[str, Any] = {
@@ -90,9 +91,10 @@ def verify_kernel(
     shards = {
         rank: open_shards(folder, rank, manifest) for rank in (manifest.ranks if opened is None else on_ranks)
     }
-    for done, unit in enumerate(unit for unit in units if unit.layer in wanted):
-        if progress is not None:
-            progress(done, len(wanted))
+    checked = [unit for unit in units if unit.layer in wanted]
+    teller = _Teller(checked, scope, manifest, report, progress)
+    for unit in checked:
+        teller.begin(unit)
         files = manifest_files(shards, manifest, unit, model)
         originals = (
             originals_from_source(opened, files)
@@ -100,9 +102,49 @@ def verify_kernel(
             else originals_restored(files, kept.digests, report.findings.append)
         )
         check_layer(files, originals, chosen, device, scope, report)
-    if progress is not None:
-        progress(len(wanted), len(wanted))
     return report
+
+
+class _Teller:
+    """Tells how far the check is, in bytes of the experts' matrices."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        scope: CheckScope,
+        manifest: Manifest,
+        report: KernelReport,
+        progress: Progress | None,
+    ) -> None:
+        self._progress, self._units, self._report = progress, units, report
+        stacked = [
+            tensor for shard in manifest.shards for tensor in shard.tensors if tensor.experts is not None
+        ]
+        local = stacked[0].shape[0] if stacked else 0
+        experts = range(local * manifest.ep) if scope.experts is None else scope.experts
+        moe_tp = manifest.tp // manifest.ep
+        pairs = sum(expert // local == rank // moe_tp for rank in scope.ranks for expert in experts)
+        one = {tensor.name.rpartition(".")[2]: tensor.size // local for tensor in stacked}
+        #: w13 and w2 of an expert are one step each
+        self._step, self._steps, self._done = sum(one.values()) // 2, 2 * pairs * len(units), 0
+        self._unit = ""
+        self._number = 0
+        report.step = self._count
+
+    def begin(self, unit: Unit) -> None:
+        """A layer comes."""
+        self._unit, self._number = unit.name, self._number + 1
+        self._tell()
+
+    def _count(self) -> None:
+        self._done += 1
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._progress is not None:
+            done, total = self._done * self._step, self._steps * self._step
+            stage = "running the kernel's model" if self._report.model else "running the kernel"
+            self._progress(Point(stage, done, total, self._unit, self._number, len(self._units)))
 
 
 def check_layer(

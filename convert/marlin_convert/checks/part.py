@@ -1,0 +1,73 @@
+"""What of a converted folder is looked at: all of it, or the files of some ranks and layers, such as those
+that one machine has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from marlin_convert.checks.origins import expert_owner
+from marlin_convert.documents.manifest import Manifest, Shard, Unit
+from marlin_convert.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Part:
+    """The shards that are looked at; `left_out` are the folders of ranks of which nothing is."""
+
+    manifest: Manifest
+    shards: tuple[Shard, ...]
+    left_out: frozenset[str]
+
+    @staticmethod
+    def of(manifest: Manifest, layers: Sequence[int] | None, ranks: Sequence[int] | None) -> Part:
+        """Those of some layers (None: of all, with top and common/) and some ranks (None: of all). Raises
+        UsageError for one that is not there.
+        """
+        on_ranks = set(subset("rank", ranks, manifest.ranks))
+        of_layers = set(subset("layer", layers, manifest.layers))
+        units = {unit.name for unit in manifest.units if layers is None or unit.layer in of_layers}
+        shards = tuple(
+            shard
+            for shard in manifest.shards
+            if shard.unit in units and (shard.rank is None or shard.rank in on_ranks)
+        )
+        every, looked_at = ({folder_of(shard.path) for shard in each} for each in (manifest.shards, shards))
+        return Part(manifest, shards, frozenset(every - looked_at))
+
+    @property
+    def whole(self) -> bool:
+        """Whether that is all that is there."""
+        return len(self.shards) == len(self.manifest.shards)
+
+    def has(self, path: str) -> bool:
+        """Whether a listed file that is no shard is looked at."""
+        return folder_of(path) not in self.left_out
+
+    def of_unit(self, unit: Unit) -> list[Shard]:
+        """The files of a unit."""
+        return [shard for shard in self.shards if shard.unit == unit.name]
+
+    def tensors(self, unit: Unit, experts: int) -> int:
+        """How many source tensors a unit's files are made of, on the ranks that are looked at."""
+        ranks = {shard.rank for shard in self.of_unit(unit)}
+        tp, ep = self.manifest.tp, self.manifest.ep
+        owned = sum(not ranks.isdisjoint(expert_owner(expert, experts, tp, ep)) for expert in range(experts))
+        names = [*(name for origin in unit.tensors for name in origin.sources), *unit.checked]
+        return sum(owned if "{expert}" in name else 1 for name in names)
+
+
+def folder_of(path: str) -> str:
+    """The folder in OUT that a file lies in; empty for OUT itself."""
+    return path.rpartition("/")[0].partition("/")[0]
+
+
+def subset(what: str, wanted: Sequence[int] | None, present: Sequence[int]) -> Sequence[int]:
+    """Those of `present` that are wanted, all for None. Raises UsageError for one that is not there."""
+    if wanted is None:
+        return present
+    if absent := sorted(set(wanted) - set(present)):
+        there = f"there are {present[0]} to {present[-1]}" if present else "there are none at all"
+        raise UsageError(f"there is no {what} {absent[0]} to check here; {there}")
+    return sorted(set(wanted))
