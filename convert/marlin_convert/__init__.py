@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from marlin_convert.checks.verify import verify
     from marlin_convert.engines.torch_loader import load_rank
     from marlin_convert.errors import ConvertError, MachineError, OutputError, SourceError, UsageError
+    from marlin_convert.pipeline.preview import plan
     from marlin_convert.pipeline.run import convert
-    from marlin_convert.planning.plan_report import plan
     from marlin_convert.shards.reader import open_shards
 
     __version__: str
@@ -53,7 +53,7 @@ _HOMES = {
     "download": "marlin_convert.checkpoint.download",
     "load_rank": "marlin_convert.engines.torch_loader",
     "open_shards": "marlin_convert.shards.reader",
-    "plan": "marlin_convert.planning.plan_report",
+    "plan": "marlin_convert.pipeline.preview",
     "verify": "marlin_convert.checks.verify",
     "verify_kernel": "marlin_convert.checks.kernel.verify_kernel",
 }

@@ -118,7 +118,7 @@ def test_continues_without_what_is_made(
     assert differences(tmp_path / "out", expected) == []
 
 
-def test_another_commit_refuses_to_continue(
+def test_a_repository_that_moved_is_continued_from_its_commit(
     run: Run, published: Published, expected: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -133,10 +133,24 @@ def test_another_commit_refuses_to_continue(
     (changed / "README.md").write_text("another card\n")
     newer = published.hub.publish(repo, changed)
     assert run("convert", repo, tmp_path / "moving", "--tp", 2, "--revision", older, "--layers", 0).code == 0
-    done = run("convert", repo, tmp_path / "moving", "--tp", 2, "--layers", 0)
+    (tmp_path / "moving" / "rank-00-of-02" / "layer-000.safetensors").unlink()
+    again = ("convert", repo, tmp_path / "moving", "--tp", 2, "--layers", 0)
+    done = run(*again, "--revision", newer)
     assert done.code == 3
     assert older in done.stderr
     assert newer in done.stderr
+    for command in (("plan", *again[1:]), again):
+        done = run(*command)
+        assert done.code == 0, done.stderr
+        assert f"note: {tmp_path / 'moving'} was begun from commit {older} of {repo}" in done.stderr
+    assert json.loads((tmp_path / "moving" / "manifest.json").read_text())["source"]["revision"] == older
+    published.proxy.fault = lambda request, answer: (
+        Answer(503, {}, b"") if request.is_data and "00002" in request.file else None
+    )
+    assert run("convert", repo, tmp_path / "begun", "--tp", 2, "--revision", older, "--threads", 1).code == 4
+    published.proxy.reset()
+    assert run("convert", repo, tmp_path / "begun", "--tp", 2).code == 0
+    assert differences(tmp_path / "begun", expected) == []
     assert run("convert", published.folder, out, "--tp", 2).code == 3
     assert run("convert", published.repo, out, "--tp", 2, "--free-source").code == 0
     assert differences(out, expected) == []

@@ -106,9 +106,12 @@ def test_a_run_that_cannot_fit_stops_before_it_starts(
     out = tmp_path / "out"
     sizes = json.loads(run("plan", published.repo, out, "--tp", 2, "--json").stdout)["bytes"]
     assert sizes["staged"] < sizes["fetched"]
-    small = 64 << 20  # what convert/pipeline/begin.py sets aside for documents
-    enough = sizes["output"] + sizes["staged"] + small
+    planned = run("plan", published.repo, out, "--tp", 2, "--free-source", "--json")
+    enough = json.loads(planned.stdout)["convert"]["needed"]
+    assert 0 < enough - sizes["output"] - sizes["staged"] < 1 << 20
+    planned = run("plan", published.repo, out, "--tp", 2, free=enough)
     done = run("convert", published.repo, out, "--tp", 2, free=enough)
+    assert (planned.code, planned.stderr) == (done.code, done.stderr)
     assert done.code == 4
     assert "--free-source" in done.stderr
     assert published.fetched() == []

@@ -402,7 +402,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_small_disk_is_refused_before_anything_is_written(trial: Trial, small_disk: Path) -> None:
     done = replace(trial, out=small_disk / "out").run()
     assert done.code == 4
-    assert re.search(r": \d+ MB are still to be written but only \d+ MB are free", done.stderr)
+    assert re.search(
+        r": [\d.]+ MB, [\d.]+ MB of documents among them, are still to be written but only [\d.]+ MB are"
+        r" free: [\d.]+ MB too little",
+        done.stderr,
+    )
     assert list((small_disk / "out").rglob("*.safetensors*")) == []
 
 

@@ -12,8 +12,9 @@ from any_document import plain
 from checkpoints import FULL, make_config
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.models.family import parse_config, rules_digest
+from marlin_convert.pipeline.preview import plan
 from marlin_convert.planning.output_plan import Options, plan_output, rank_folder
-from marlin_convert.planning.plan_report import plan, rule_of
+from marlin_convert.planning.plan_report import rule_of
 from marlin_convert.planning.units import AXES
 from marlin_convert.slicing import Topology
 from marlin_convert.storage.shard_file import is_filler

@@ -29,20 +29,20 @@ SAMPLES = 256
 AT_A_TIME = 8
 
 
-def identify(source: Source) -> SourceIdentity:
-    """Identify an opened source. Of a folder this reads a sample of each weight file; of a repository nothing
-    more than came with the headers.
+def identify(source: Source, sampled: bool = True) -> SourceIdentity:
+    """Identify an opened source. Of a folder this reads a sample of each weight file, unless it is only to be
+    looked at; of a repository nothing more than came with the headers.
     """
     with Workers(AT_A_TIME) as workers:
-        files = tuple(workers.map(lambda header: _identify_file(source, header), source.headers))
+        files = tuple(workers.map(lambda header: _identify_file(source, header, sampled), source.headers))
     repo, revision = source.store.hub_commit or (None, None)
     config = xxhash.xxh3_128_hexdigest(source.config_bytes)
     return SourceIdentity(repo=repo, revision=revision, files=files, config=config)
 
 
-def _identify_file(source: Source, header: Header) -> FileIdentity:
+def _identify_file(source: Source, header: Header, sampled: bool) -> FileIdentity:
     start, sha256 = xxhash.xxh3_128_hexdigest(source.store.start(header)), source.store.sha256(header.file)
-    sample = None if source.folder is None else _sample(source, header)
+    sample = _sample(source, header) if sampled and source.folder is not None else None
     return FileIdentity(
         header.file, header.size, xxhash.xxh3_128_hexdigest(header.raw), start, sample, sha256
     )

@@ -6,12 +6,19 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from marlin_convert.cli import display, output, streams
-from marlin_convert.cli.options import hub_options, json_option, log_option, parallel_options, size
+from marlin_convert.cli.options import (
+    hub_options,
+    json_option,
+    log_option,
+    parallel_options,
+    size,
+    staging_options,
+)
 from marlin_convert.errors import UsageError
 from marlin_convert.words import count, gigabytes
 
@@ -50,12 +57,7 @@ LISTED = 10
     help="Read and write past the page cache where the file system can.",
 )
 @hub_options
-@click.option("--local-dir", help="Keep a repository's files in this folder, not in the hub cache.")
-@click.option(
-    "--free-source",
-    is_flag=True,
-    help="Stage a repository's files in OUT and remove each once all that needs it is written.",
-)
+@staging_options
 @click.option("--max-workers", type=click.IntRange(1), help="Files fetched at a time [default: 2].")
 @click.option(
     "--overwrite",
@@ -63,6 +65,7 @@ LISTED = 10
     help="Where OUT holds another conversion, remove it and start; what this one has made is kept.",
 )
 @click.option("--yes", is_flag=True, help="With --overwrite: remove without asking.")
+@click.option("--dry-run", is_flag=True, help="Convert nothing: show what `plan` shows, with its exit code.")
 @json_option
 @log_option
 def command(
@@ -85,6 +88,7 @@ def command(
     max_workers: int | None,
     overwrite: bool,
     yes: bool,
+    dry_run: bool,
     as_json: bool,
 ) -> None:
     """Convert the checkpoint SOURCE, a folder or a hub repository org/name, to shards for TP ranks in OUT.
@@ -96,8 +100,25 @@ def command(
     from marlin_convert.documents.results import ConvertResult
     from marlin_convert.pipeline.run import convert
 
+    if yes and not overwrite:
+        raise click.UsageError("--yes goes with --overwrite: without it nothing is removed")
     begin = time.monotonic()
     hub = HubOptions(revision, token, cache_dir, local_dir, free_source, max_workers)
+    what: dict[str, Any] = {
+        "tp": tp,
+        "ep": ep,
+        "layers": layers,
+        "ranks": ranks,
+        "layout": layout,
+        "threads": threads,
+    }
+    what |= {"memory": memory, "verify": verify, "overwrite": overwrite, "hub": hub}
+    if dry_run:
+        from marlin_convert.cli.plan import show
+        from marlin_convert.pipeline.preview import plan
+
+        show(plan(source, out, **what), every=False, as_json=as_json)
+        return
     with (
         display.progress(hub=True) as fetch_progress,
         display.progress("stopping: finishing what is being written") as progress,
@@ -105,18 +126,9 @@ def command(
         report = convert(
             source,
             out,
-            tp=tp,
-            ep=ep,
-            layers=layers,
-            ranks=ranks,
-            layout=layout,
-            threads=threads,
-            memory=memory,
-            verify=verify,
-            overwrite=overwrite,
+            **what,
             direct_io=direct,
             progress=progress,
-            hub=hub,
             fetch_progress=fetch_progress,
             confirm=None if yes else _confirm,
         )

@@ -103,6 +103,24 @@ def hub_options(function: F) -> F:
     return function
 
 
+def staging_options(function: F) -> F:
+    """--local-dir --free-source, for a SOURCE that is a repository."""
+    for option in reversed(
+        (
+            click.option(
+                "--local-dir", help="Keep a repository's files in this folder, not in the hub cache."
+            ),
+            click.option(
+                "--free-source",
+                is_flag=True,
+                help="Stage a repository's files in OUT and remove each once all that needs it is written.",
+            ),
+        )
+    ):
+        function = option(function)
+    return function
+
+
 def json_option(function: F) -> F:
     """--json."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")(function)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import click
 
 from marlin_convert.cli import output
-from marlin_convert.cli.options import hub_options, json_option, parallel_options
-from marlin_convert.words import gigabytes
+from marlin_convert.cli.options import hub_options, json_option, parallel_options, staging_options
+from marlin_convert.words import count, duration, gigabytes
 
 if TYPE_CHECKING:
     from marlin_convert.planning.output_plan import OutputPlan, OutputUnit
-    from marlin_convert.planning.plan_report import PlanReport
+    from marlin_convert.planning.plan_report import PlanReport, Prospect
 
 
 @click.command("plan")
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 @click.argument("out", required=False)
 @parallel_options
 @hub_options
+@staging_options
 @click.option("--all", "every", is_flag=True, help="List the tensors of common/ too.")
 @json_option
 def command(
@@ -34,25 +35,35 @@ def command(
     revision: str | None,
     token: str | None,
     cache_dir: str | None,
+    local_dir: str | None,
+    free_source: bool,
     every: bool,
     as_json: bool,
 ) -> None:
-    """Show what `convert` would write, from headers alone.
+    """Show what `convert` would write, from headers alone, and what it would do in OUT. Nothing is converted.
 
     SOURCE is the folder of a published checkpoint, or a hub repository org/name, of which only headers are
-    fetched; with OUT the free space there is shown too. Nothing is written.
+    fetched. With OUT this is `convert --dry-run`: it tells the time that the disk needs, by a short
+    measurement that writes a file there and removes it, and ends with the error and the exit code that
+    `convert` would end with before it begins.
     """
     from marlin_convert.checkpoint.hub_files import HubOptions
-    from marlin_convert.planning.plan_report import plan
+    from marlin_convert.pipeline.preview import plan
 
-    hub = HubOptions(revision, token, cache_dir)
-    report = plan(source, out, tp=tp, ep=ep, layers=layers, ranks=ranks, layout=layout, hub=hub)
+    hub = HubOptions(revision, token, cache_dir, local_dir, free_source)
+    show(plan(source, out, tp=tp, ep=ep, layers=layers, ranks=ranks, layout=layout, hub=hub), every, as_json)
+
+
+def show(report: PlanReport, every: bool, as_json: bool) -> None:
+    """Print a plan. Raises what `convert` would refuse with, when all is said."""
     if as_json:
         output.document(report.document())
-        return
-    for group in report.groups():
-        _show_group(report.output, group, every)
-    _show_totals(report)
+    else:
+        for group in report.groups():
+            _show_group(report.output, group, every)
+        _show_totals(report)
+    if report.refusal is not None:
+        raise report.refusal
 
 
 def _show_group(made: OutputPlan, group: Sequence[OutputUnit], every: bool) -> None:
@@ -61,14 +72,14 @@ def _show_group(made: OutputPlan, group: Sequence[OutputUnit], every: bool) -> N
     from marlin_convert.storage.shard_file import is_filler
 
     first, last = group[0], group[-1]
-    name = first.name if first is last else f"{first.name} .. {last.name} ({len(group)} units)"
+    name = first.name if first is last else f"{first.name} .. {last.name} ({count(len(group), 'unit')})"
     output.result(
-        f"{name}: {len(first.ranks)} files of {first.file_size:,} bytes each, such as"
+        f"{name}: {count(len(first.ranks), 'file')} of {first.file_size:,} bytes each, such as"
         f" {made.path(first, first.ranks[0])}"
     )
     if first.name == "common" and not every:
         tensors = sum(not is_filler(p.spec.name) for p in first.files.tensors)
-        output.result(f"  {tensors} tensors that every rank may use, each whole; --all lists them\n")
+        output.result(f"  {count(tensors, 'tensor')} that every rank may use, each whole; --all lists them\n")
         return
     rows = [
         (
@@ -104,7 +115,7 @@ def _show_totals(report: PlanReport) -> None:
         output.message(f"note: {note}")
     source_size = (
         f"{len(report.source.tensors):,} tensors, {report.source.payload_bytes:,} bytes in"
-        f" {len(report.source.headers)} files"
+        f" {count(len(report.source.headers), 'file')}"
     )
     output.result(f"source: {source_size}")
     if report.source.store.hub_commit is not None:
@@ -119,15 +130,49 @@ def _show_totals(report: PlanReport) -> None:
         f"each rank loads {made.rank_bytes():,} bytes ({gigabytes(made.rank_bytes())} of GPU memory for"
         " weights)"
     )
-    if report.free is not None and report.free < made.total_bytes:
-        output.message(f"note: it does not fit: {gigabytes(made.total_bytes - report.free)} are missing")
-    free = "" if report.free is None else f"; {gigabytes(report.free)} are free there"
     output.result(
         f"output: {made.total_bytes:,} bytes ({gigabytes(made.total_bytes)}) in"
-        f" {sum(len(u.ranks) for u in made.units)} shard files{free}"
+        f" {count(sum(len(u.ranks) for u in made.units), 'shard file')}"
     )
     threads, memory = report.allowance.threads, report.allowance.memory
     output.result(
-        f"convert would use {threads.value} threads (by {threads.by}) and {gigabytes(memory.value)} for"
-        f" buffers (by {memory.by})"
+        f"convert would use {count(threads.value, 'thread')} (by {threads.by}) and {gigabytes(memory.value)}"
+        f" for buffers (by {memory.by})"
     )
+    if report.prospect is not None:
+        _show_prospect(report.prospect, len(made.units))
+
+
+#: what convert would do in OUT
+WORDS = {
+    "new": "begin a conversion",
+    "continue": "continue what was begun",
+    "repair": "make the units again that have lost files",
+    "replace": "remove the conversion that is there and begin",
+    "done": "do nothing: it is finished already",
+}
+
+
+def _show_prospect(found: Prospect, units: int) -> None:
+    """What convert would do, what it takes on the disk, and how long."""
+    output.result(
+        f"there convert would {WORDS[found.action]}; {found.units} of {count(units, 'unit')} to make"
+    )
+    if not found.units:
+        return
+    output.result(
+        f"space: {found.needed:,} bytes ({gigabytes(found.needed)}) with documents and fetched files;"
+        f" {gigabytes(found.free)} free"
+    )
+    rates = [
+        f"{what} {gigabytes(rate)}/s"
+        for what, rate in (("source", found.read_rate), ("output", found.write_rate))
+        if rate is not None
+    ]
+    if found.seconds is not None:
+        output.result(
+            f"time: about {duration(found.seconds)} where the disk decides, by a short measurement"
+            f" ({', '.join(rates)})"
+        )
+    elif rates:
+        output.result(f"measured shortly: {', '.join(rates)}")

@@ -15,6 +15,7 @@ from marlin_convert.documents.fields import (
     Shape,
     ShardPath,
     ShardSize,
+    Share,
     TensorName,
     Text,
     Tp,
@@ -42,9 +43,25 @@ class PlanBytes(Struct, frozen=True, omit_defaults=True):
 
     output: Annotated[OneOrMore, about("all shard files")]
     rank: Annotated[OneOrMore, about("tensors that one rank loads")]
-    free: Annotated[Count | None, about("free space at OUT; null where none was given")]
     fetched: Annotated[Count | None, about("of a repository: bytes that come over the wire")] = None
     staged: Annotated[Count | None, about("of them, most at a time with --free-source")] = None
+
+
+class PlanProspect(Struct, frozen=True):
+    """What convert would do in OUT now. Rates are those of a short measurement."""
+
+    action: Annotated[
+        Text,
+        about("what it would do there", enum=["new", "continue", "repair", "replace", "done"]),
+    ]
+    units: Annotated[Count, about("units that are left to make")]
+    read: Annotated[Count, about("source bytes that they are made of")]
+    written: Annotated[Count, about("bytes of their files")]
+    needed: Annotated[Count, about("bytes of space that it takes, documents and fetched files included")]
+    free: Annotated[Count, about("free space there, with what goes away before")]
+    read_rate: Annotated[Share | None, about("bytes a second of the source; null where not measured")]
+    write_rate: Annotated[Share | None, about("bytes a second of the place; null where not measured")]
+    seconds: Annotated[Share | None, about("about what it takes where the disk decides")]
 
 
 class PlanResources(Struct, frozen=True):
@@ -102,3 +119,10 @@ class Plan(Struct, frozen=True):
     copied: Annotated[tuple[Text, ...], about("small files that are copied")]
     left_out: Annotated[tuple[Text, ...], about("what is not")]
     notes: Annotated[tuple[Text, ...], about("what a person should know")]
+    convert: Annotated[
+        PlanProspect | None,
+        about("what convert would do in OUT now; null where no place is given or it refuses"),
+    ]
+    refusal: Annotated[
+        Text | None, about("why convert would refuse, with what plan's exit code is; null where it would not")
+    ]

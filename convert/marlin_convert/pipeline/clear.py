@@ -16,6 +16,7 @@ from marlin_convert.checkpoint.index import INDEX_NAME
 from marlin_convert.documents.manifest import read_manifest
 from marlin_convert.errors import ConvertError, UsageError
 from marlin_convert.pipeline.work_folder import REMOVING, WORK, WorkFolder
+from marlin_convert.planning.output_plan import OutputPlan, OutputUnit
 from marlin_convert.storage.files import sync_folder
 from marlin_convert.storage.writer import PARTIAL
 
@@ -86,6 +87,14 @@ def clear_output(out: Path, copied: Iterable[str]) -> None:
             (out / folder).rmdir()
     (out / WORK / REMOVING).unlink()
     (out / WORK).rmdir()
+
+
+def stale_files(out: Path, plan: OutputPlan, units: Iterable[OutputUnit]) -> list[Path]:
+    """Shards that lie under the names of units which have no record: a run broke off between the two, and
+    they are made anew.
+    """
+    paths = [out / plan.path(unit, rank) for unit in units for rank in unit.ranks]
+    return [path for path in paths if path.is_file() and not path.is_symlink()]
 
 
 def remove_partials(out: Path) -> None:

@@ -29,6 +29,11 @@ class OutState:
     remains: bool = False
     foreign: bool = False
 
+    @property
+    def fresh(self) -> bool:
+        """Whether no conversion is there, begun, made, damaged or half removed."""
+        return not (self.manifest or self.job or self.damaged or self.remains)
+
 
 def observe(out: Path, thorough: bool = False) -> OutState:
     """Look at OUT; `thorough` compares the digests of all listed files but the shards. Raises UsageError

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from marlin_convert.documents.manifest import Shard, Unit, read_manifest
+from pathlib import Path
+
+from marlin_convert.documents.manifest import Manifest, Shard, Unit, read_manifest
 from marlin_convert.documents.records import ExpertDigests, FinishedFile, FinishedUnit, JobRecord
 from marlin_convert.errors import OutputError
 from marlin_convert.pipeline.out_state import missing_files
 from marlin_convert.pipeline.target import Target
 from marlin_convert.pipeline.work_folder import WorkFolder
-from marlin_convert.shards.kept_source import ZEROS, read_kept_source, sound_bytes
+from marlin_convert.shards.kept_source import DIGESTS, ZEROS, KeptSource, read_kept_source, sound_bytes
 from marlin_convert.storage.files import sync_folder
 
 
@@ -21,19 +23,11 @@ def reopen(target: Target, work: WorkFolder, job: JobRecord | None) -> None:
     """
     out, plan = target.out, target.plan
     manifest = read_manifest(out)
-    kept = read_kept_source(out, manifest)
-    blob, kept_blob = (sound_bytes(out, manifest, name) for name in ("digests.bin", "source/digests.bin"))
-    if blob is None or kept_blob is None:
-        name = "digests.bin" if blob is None else "source/digests.bin"
-        raise OutputError(
-            f"{out}/{name} is damaged or missing, so what is left cannot be reused; start again with"
-            " --overwrite"
-        )
+    kept, blob = what_is_kept(out, manifest)
     if job is not None:
         work.begin(job)
     planned = {unit.name for unit in plan.units}
-    missing = missing_files(out, manifest)
-    lost = {shard.unit for shard in manifest.shards if shard.path in missing}
+    lost = lost_units(out, manifest)
     for unit in manifest.units:
         if unit.name in planned - lost:
             work.record(
@@ -47,6 +41,25 @@ def reopen(target: Target, work: WorkFolder, job: JobRecord | None) -> None:
             )
     (out / "manifest.json").unlink()
     sync_folder(out)
+
+
+def what_is_kept(out: Path, manifest: Manifest) -> tuple[KeptSource, bytes]:
+    """What OUT keeps of its source, and digests.bin. Raises OutputError where they are gone or damaged."""
+    kept = read_kept_source(out, manifest)
+    blob, kept_blob = (sound_bytes(out, manifest, name) for name in ("digests.bin", DIGESTS))
+    if blob is None or kept_blob is None:
+        name = "digests.bin" if blob is None else DIGESTS
+        raise OutputError(
+            f"{out}/{name} is damaged or missing, so what is left cannot be reused; start again with"
+            " --overwrite"
+        )
+    return kept, blob
+
+
+def lost_units(out: Path, manifest: Manifest) -> set[str]:
+    """Units of which a file is gone or of another size."""
+    missing = missing_files(out, manifest)
+    return {shard.unit for shard in manifest.shards if shard.path in missing}
 
 
 def _record(

@@ -81,9 +81,7 @@ def decide(state: OutState, request: Request) -> Decision:
     damaged.
     """
     out = state.out
-    _refuse_source(out, request.target.source)
-    if state.foreign:
-        raise UsageError(f"{out} is not empty and is not a conversion; choose an empty folder")
+    refuse_place(state, request.target.source)
     if request.overwrite:
         return _spare_or_replace(state, request)
     if state.remains:
@@ -127,6 +125,13 @@ def _spare_or_replace(state: OutState, request: Request) -> Decision:
     except ConvertError:
         return replace_it
     return decision
+
+
+def refuse_place(state: OutState, source: Source) -> None:
+    """Raise UsageError for an OUT that is the source, lies in it or holds something else."""
+    _refuse_source(state.out, source)
+    if state.foreign:
+        raise UsageError(f"{state.out} is not empty and is not a conversion; choose an empty folder")
 
 
 def _refuse_source(out: Path, source: Source) -> None:

@@ -13,11 +13,12 @@ from threading import Thread
 from marlin_convert.checkpoint.fetcher import Fetcher
 from marlin_convert.checkpoint.hub_files import HubOptions
 from marlin_convert.checkpoint.identify import identify, stamps
-from marlin_convert.checkpoint.source import open_source
+from marlin_convert.checkpoint.source import Source, open_source
 from marlin_convert.documents.records import FinishedUnit
 from marlin_convert.errors import SourceError, UsageError
+from marlin_convert.pipeline.begun_commit import begun_commit
 from marlin_convert.pipeline.budget import Budget, choose_budget
-from marlin_convert.pipeline.clear import clear_output, removable, remove_partials
+from marlin_convert.pipeline.clear import clear_output, removable, remove_partials, stale_files
 from marlin_convert.pipeline.counter import Counter
 from marlin_convert.pipeline.executor import Executor, Job
 from marlin_convert.pipeline.expert_job import expert_jobs
@@ -27,14 +28,14 @@ from marlin_convert.pipeline.out_state import observe
 from marlin_convert.pipeline.recheck import compare_recorded
 from marlin_convert.pipeline.repair import reopen
 from marlin_convert.pipeline.resume import CHECKS, Action, Decision, Request, decide
-from marlin_convert.pipeline.space import refuse_full_disk
+from marlin_convert.pipeline.space import Need, refuse_full_disk
 from marlin_convert.pipeline.stages import Stages, Tools
 from marlin_convert.pipeline.target import Target
 from marlin_convert.pipeline.tensor_job import tensor_jobs
 from marlin_convert.pipeline.unit_work import UnitWork
-from marlin_convert.pipeline.work_folder import WORK, WorkFolder, locked
+from marlin_convert.pipeline.work_folder import WorkFolder, locked, staging_of
 from marlin_convert.planning.needs import needs
-from marlin_convert.planning.output_plan import Options, OutputUnit, plan_output
+from marlin_convert.planning.output_plan import Options, OutputPlan, OutputUnit, plan_output
 from marlin_convert.progress import Progress
 from marlin_convert.shards.kept_source import recorded_digests
 from marlin_convert.storage.buffers import BufferPool
@@ -92,17 +93,25 @@ def convert(
     Raises UsageError for options that conflict with each other or with what OUT holds; SourceError for a
     source that is not what it should be; MachineError where disk or machine failed.
     """
+    opened = open_source(source, begun_commit(source, Path(out), hub, overwrite))
+    plan = plan_output(opened, Options.of(tp, ep, layers, ranks, layout))
+    request = request_of(opened, plan, Path(out), verify, overwrite)
+    budget = choose_budget(request.target, threads, memory)
+    return Conversion(request.target, request, budget, direct_io, progress).run(fetch_progress, confirm)
+
+
+def request_of(
+    source: Source, plan: OutputPlan, out: Path, verify: str, overwrite: bool, sampled: bool = True
+) -> Request:
+    """What is asked for, with what tells the source from another one; without samples of its files where it
+    is not `sampled`. Raises UsageError, SourceError.
+    """
     if verify not in CHECKS:
         raise UsageError(f"--verify {verify}: choose one of {', '.join(CHECKS)}")
-    opened = open_source(source, hub)
-    plan = plan_output(opened, Options.of(tp, ep, layers, ranks, layout))
     # before anything more is read: what is put in a file's place later is seen
-    files = () if opened.folder is None else [header.file for header in opened.headers]
-    before = stamps(opened, files)
-    target = Target(opened, identify(opened), plan, Path(out))
-    budget = choose_budget(target, threads, memory)
-    request = Request(target, before, verify, overwrite)
-    return Conversion(target, request, budget, direct_io, progress).run(fetch_progress, confirm)
+    files = () if source.folder is None else [header.file for header in source.headers]
+    before = stamps(source, files)
+    return Request(Target(source, identify(source, sampled), plan, out), before, verify, overwrite)
 
 
 @dataclass
@@ -171,16 +180,19 @@ class Conversion:
             if decision.recheck:
                 compare_recorded(target.source, self.records.values(), decision.recheck)
             remove_partials(out)
-        return [unit for unit in target.plan.units if unit.name not in self.records]
+            left = [unit for unit in target.plan.units if unit.name not in self.records]
+            if decision.action is Action.CONTINUE:
+                for path in stale_files(out, target.plan, left):
+                    path.unlink()  # before what is made anew takes as much again
+        return left
 
     def _begin(
         self, decision: Decision, left: Sequence[OutputUnit], fetch_progress: Progress | None
     ) -> Fetcher:
         """Record the job, once it is seen that the disk has room; returns what brings the source's files."""
         source, plan, out = self.target.source, self.target.plan, self.target.out
-        staging = (out / WORK / "staging").resolve()
-        fetcher = source.store.fetcher(needs(source, plan, left), staging, fetch_progress)
-        refuse_full_disk(out, left, fetcher)
+        fetcher = source.store.fetcher(needs(source, plan, left), staging_of(out), fetch_progress)
+        refuse_full_disk(out, Need.of(source, plan, left), fetcher)
         with machine_errors(f"beginning in {out}"):
             if decision.job is not None and decision.action is not Action.REPAIR:
                 self.work.begin(decision.job)

@@ -81,6 +81,11 @@ def locked(out: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def staging_of(out: Path) -> Path:
+    """Where source files are kept that are to be freed."""
+    return (out / WORK / "staging").resolve()
+
+
 class WorkFolder:
     """The records of one OUT."""
 

@@ -1,43 +1,48 @@
-"""`plan`: what a conversion would write, from headers alone, through the code the conversion uses."""
+"""What `plan` tells: what a conversion would write, from headers alone, and what it would do in OUT."""
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from marlin_convert.checkpoint.fetcher import fetch_order, most_at_once
-from marlin_convert.checkpoint.hub_files import HubOptions
-from marlin_convert.checkpoint.source import Source, open_source
+from marlin_convert.checkpoint.source import Source
 from marlin_convert.documents.plan import (
     Plan,
     PlanBytes,
+    PlanProspect,
     PlanResources,
     PlanSource,
     PlanTensor,
     PlanUnit,
     PlanView,
 )
-from marlin_convert.limits import Allowance, allow, read_limits
+from marlin_convert.errors import ConvertError
+from marlin_convert.limits import Allowance
 from marlin_convert.planning.needs import needs
-from marlin_convert.planning.output_plan import Options, OutputPlan, OutputUnit, plan_output
-from marlin_convert.storage.files import free_space
+from marlin_convert.planning.output_plan import OutputPlan, OutputUnit
 from marlin_convert.storage.shard_file import is_filler
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PlanReport:
-    """A plan and the source it is for; `free` is the space at the output's place, None where no place was
-    given.
+    """A plan, the source it is for, and what `convert` would do in OUT: `prospect` and why it would refuse,
+    both None where no place was given.
     """
 
     source: Source
     output: OutputPlan
-    free: int | None
     notes: tuple[str, ...]
     allowance: Allowance
+    prospect: Prospect | None = None
+    refusal: ConvertError | None = None
+
+    def __repr__(self) -> str:
+        made = self.output
+        return (
+            f"PlanReport({self.source.label!r}, tp={made.topology.tp}, ep={made.topology.ep}, units="
+            f"{len(made.units)}, bytes={made.total_bytes}, refusal={self.refusal!r})"
+        )
 
     def document(self) -> Plan:
         """For `--json`."""
@@ -62,7 +67,7 @@ class PlanReport:
             layers=tuple(plan.layers),
             complete=plan.complete,
             padding=plan.padding,
-            bytes=PlanBytes(plan.total_bytes, plan.rank_bytes(), self.free, fetched, staged),
+            bytes=PlanBytes(plan.total_bytes, plan.rank_bytes(), fetched, staged),
             resources=PlanResources(
                 self.allowance.threads.value,
                 self.allowance.threads.by,
@@ -73,6 +78,21 @@ class PlanReport:
             copied=tuple(source.auxiliary),
             left_out=tuple(source.left_out),
             notes=self.notes,
+            convert=None if self.prospect is None else self._prospect(self.prospect),
+            refusal=None if self.refusal is None else str(self.refusal),
+        )
+
+    def _prospect(self, found: Prospect) -> PlanProspect:
+        return PlanProspect(
+            action=found.action,
+            units=found.units,
+            read=found.read,
+            written=found.written,
+            needed=found.needed,
+            free=found.free,
+            read_rate=found.read_rate,
+            write_rate=found.write_rate,
+            seconds=found.seconds,
         )
 
     def _unit(self, unit: OutputUnit) -> PlanUnit:
@@ -120,28 +140,34 @@ def rule_of(unit: OutputUnit, name: str) -> str:
     return next((tensor.rule for tensor in unit.source.plain if tensor.name == name), "experts")
 
 
-def plan(
-    source: str | os.PathLike[str],
-    out: str | os.PathLike[str] | None = None,
-    *,
-    tp: int,
-    ep: int = 1,
-    layers: Sequence[int] | None = None,
-    ranks: Sequence[int] | None = None,
-    layout: str | None = None,
-    hub: HubOptions | None = None,
-) -> PlanReport:
-    """Plan a conversion; nothing is written and no tensor data is read. Raises SourceError and UsageError as
-    `convert` does.
+@dataclass(frozen=True)
+class Prospect:
+    """What a conversion would do in OUT now: `units` of all are left to make, of `read` source bytes; it
+    takes `needed` bytes of space, documents and fetched files included, where `free` are. Rates are what was
+    measured, in bytes a second, None where nothing could be.
     """
-    opened = open_source(source, hub)
-    output = plan_output(opened, Options.of(tp, ep, layers, ranks, layout))
-    free = None if out is None else free_space(Path(out))
-    allowance = allow(read_limits(), ranks=len(output.ranks))
-    return PlanReport(opened, output, free, tuple(_notes(opened)), allowance)
+
+    action: str
+    units: int
+    read: int
+    written: int
+    needed: int
+    free: int
+    read_rate: float | None
+    write_rate: float | None
+    same_disk: bool
+
+    @property
+    def seconds(self) -> float | None:
+        """About what it takes where the disk decides."""
+        if self.read_rate is None or self.write_rate is None:
+            return None
+        reading, writing = self.read / self.read_rate, self.written / self.write_rate
+        return reading + writing if self.same_disk else max(reading, writing)
 
 
-def _notes(source: Source) -> list[str]:
+def notes_on(source: Source) -> list[str]:
+    """What a person should know of a source."""
     quantization = source.model.quantization
     modules = [
         name.removesuffix(".weight_packed") for name in source.tensors if name.endswith(".weight_packed")
