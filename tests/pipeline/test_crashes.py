@@ -403,7 +403,7 @@ def test_small_disk_is_refused_before_anything_is_written(trial: Trial, small_di
     done = replace(trial, out=small_disk / "out").run()
     assert done.code == 4
     assert re.search(
-        r": [\d.]+ MB, [\d.]+ MB of documents among them, are still to be written but only [\d.]+ MB are"
+        r": [\d.]+ MB, [\d.]+ [kM]B of documents among them, are still to be written but only [\d.]+ MB are"
         r" free: [\d.]+ MB too little",
         done.stderr,
     )
