@@ -17,6 +17,7 @@ from marlin_convert.documents.manifest import read_manifest
 from marlin_convert.errors import ConvertError, UsageError
 from marlin_convert.pipeline.work_folder import REMOVING, WORK, WorkFolder
 from marlin_convert.planning.output_plan import OutputPlan, OutputUnit
+from marlin_convert.shards.kept_source import DIGESTS
 from marlin_convert.storage.files import sync_folder
 from marlin_convert.storage.writer import PARTIAL
 
@@ -91,8 +92,11 @@ def clear_output(out: Path, copied: Iterable[str]) -> None:
 
 def stale_files(out: Path, plan: OutputPlan, units: Iterable[OutputUnit]) -> list[Path]:
     """Shards that lie under the names of units which have no record: a run broke off between the two, and
-    they are made anew.
+    they are made anew. None where the conversion was finished once: of a repair that broke off they may be
+    right, and the source may turn out to be wrong.
     """
+    if (out / DIGESTS).exists():
+        return []
     paths = [out / plan.path(unit, rank) for unit in units for rank in unit.ranks]
     return [path for path in paths if path.is_file() and not path.is_symlink()]
 
