@@ -2,7 +2,9 @@
 
 The command line's verbs as functions: `plan`, `download`, `convert`, `verify` and `verify_kernel`.
 `open_shards` reads the result with numpy, `load_rank` brings a rank to a GPU with torch. `HubOptions` says
-how a repository of the hub is read. What goes wrong is a `ConvertError`: `UsageError`, `SourceError`,
+how a repository of the hub is read. What they return are `PlanReport`, `Downloaded`, `Converted`,
+`Verification` (of `Finding`s; true where nothing is wrong), `KernelReport`, `Shards` and `LoadedRank`; how
+far they are they tell in `Point`s. What goes wrong is a `ConvertError`: `UsageError`, `SourceError`,
 `OutputError` or `MachineError`.
 
 All of it is loaded when first used, so that `import marlin_convert` costs nothing.
@@ -14,25 +16,38 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from marlin_convert.checkpoint.download import download
+    from marlin_convert.checkpoint.download import Downloaded, download
     from marlin_convert.checkpoint.hub_files import HubOptions
+    from marlin_convert.checks.findings import Finding, Verification
+    from marlin_convert.checks.kernel.kernel_report import KernelReport
     from marlin_convert.checks.kernel.verify_kernel import verify_kernel
     from marlin_convert.checks.verify import verify
-    from marlin_convert.engines.torch_loader import load_rank
+    from marlin_convert.engines.torch_loader import LoadedRank, load_rank
     from marlin_convert.errors import ConvertError, MachineError, OutputError, SourceError, UsageError
     from marlin_convert.pipeline.preview import plan
-    from marlin_convert.pipeline.run import convert
-    from marlin_convert.shards.reader import open_shards
+    from marlin_convert.pipeline.run import Converted, convert
+    from marlin_convert.planning.plan_report import PlanReport
+    from marlin_convert.progress import Point
+    from marlin_convert.shards.reader import Shards, open_shards
 
     __version__: str
 
 __all__ = [
     "ConvertError",
+    "Converted",
+    "Downloaded",
+    "Finding",
     "HubOptions",
+    "KernelReport",
+    "LoadedRank",
     "MachineError",
     "OutputError",
+    "PlanReport",
+    "Point",
+    "Shards",
     "SourceError",
     "UsageError",
+    "Verification",
     "convert",
     "download",
     "load_rank",
@@ -43,6 +58,15 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Verification": "marlin_convert.checks.findings",
+    "Shards": "marlin_convert.shards.reader",
+    "Point": "marlin_convert.progress",
+    "PlanReport": "marlin_convert.planning.plan_report",
+    "LoadedRank": "marlin_convert.engines.torch_loader",
+    "KernelReport": "marlin_convert.checks.kernel.kernel_report",
+    "Finding": "marlin_convert.checks.findings",
+    "Downloaded": "marlin_convert.checkpoint.download",
+    "Converted": "marlin_convert.pipeline.run",
     "ConvertError": "marlin_convert.errors",
     "HubOptions": "marlin_convert.checkpoint.hub_files",
     "MachineError": "marlin_convert.errors",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Any
 
-from marlin_convert.errors import UsageError
+from marlin_convert.errors import MachineError, UsageError
 
 #: package -> extra of this project
 EXTRAS = {"torch": "torch", "matplotlib": "report"}
@@ -33,6 +34,29 @@ def require(package: str) -> None:
     """Raise UsageError, which says what to install, where one of `EXTRAS` is not there."""
     if not installed(package):
         raise UsageError(missing(package))
+
+
+def need_device(device: Any) -> str:
+    """The kind of a torch device, `cpu` or `cuda`, that is there. Raises UsageError for one that no machine
+    or not this one has, MachineError where torch sees no GPU at all.
+    """
+    import torch
+
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError):
+        wanted = None
+    if wanted is None or wanted.type not in ("cpu", "cuda"):
+        raise UsageError(f"device is {device!r}; it must be cpu, cuda, or cuda:N")
+    if wanted.type == "cuda":
+        if not torch.cuda.is_available():
+            raise MachineError(
+                f"torch {torch.__version__} sees no CUDA GPU; run `marlin-convert doctor`, or give the device"
+                " cpu"
+            )
+        if (wanted.index or 0) >= (count := torch.cuda.device_count()):
+            raise UsageError(f"there is no {device}: torch sees {count}, the last is cuda:{count - 1}")
+    return str(wanted.type)
 
 
 def missing(package: str) -> str:

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def count(number: int, one: str, many: str | None = None) -> str:
     """A number of things, such as `1 file` or `1,024 files`; `many` where that is not the word and an s."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Sorted numbers as the command line takes them: 0,3-5."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ",".join("-".join(str(end) for end in run) for run in runs)
 
 
 def gigabytes(size: float) -> str:

@@ -245,3 +245,10 @@ def test_good_headers_of_any_kind_are_accepted(
     assert [t.name for t in header.tensors] == names
     assert header.metadata == (metadata or {})
     assert_agrees_with_the_library(content)
+
+
+def test_what_git_lfs_leaves_in_place_of_a_file() -> None:
+    """Named as that, and what to do."""
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 9999999999\n"
+    with pytest.raises(SourceError, match=r"x is a Git LFS pointer of 135 bytes.*git lfs pull.*download"):
+        read_header("x", len(pointer), lambda offset, length: pointer[offset : offset + length])

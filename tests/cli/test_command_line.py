@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
 import termios
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
 
@@ -92,6 +95,60 @@ def test_group_help_names_verbs_and_exit_codes(command: Command) -> None:
         " what it should be; 4 disk," in words
     )
     assert "130 and 143 interrupted" in words
+
+
+def every_command(
+    group: click.Group, words: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """All commands with the words that call them."""
+    for name in group.list_commands(click.Context(group)):
+        found = group.get_command(click.Context(group), name)
+        assert found is not None
+        yield (*words, name), found
+        if isinstance(found, click.Group):
+            yield from every_command(found, (*words, name))
+
+
+def test_every_help_has_examples_that_are_command_lines(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").mkdir()
+    for folder in ("out-tp8", "checkpoint", "out-tp8/rank-03-of-08"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+    (tmp_path / "out-tp8/rank-03-of-08/layer-001.safetensors").touch()
+    monkeypatch.chdir(tmp_path)
+    for words, found in every_command(cli.cli):
+        said = command(*words, "-h")[1]
+        lines = re.findall(r"^    marlin-convert (.*)$", said.split("Examples:\n")[1], re.MULTILINE)
+        assert lines, words
+        for line in lines:
+            given = shlex.split(line.replace("/data", "data"))
+            assert tuple(given[: len(words)]) == words or isinstance(found, click.Group)
+            if not isinstance(found, click.Group):
+                found.make_context(found.name, given[len(words) :])
+
+
+def test_every_option_says_what_it_is_for() -> None:
+    for words, found in every_command(cli.cli):
+        for option in found.params:
+            assert not isinstance(option, click.Option) or option.help, (words, option.name)
+
+
+def test_every_summary_is_a_sentence(command: Command) -> None:
+    for group in ((), ("bench",)):
+        for line in command(*group, "--help")[1].split("Commands:\n")[1].split("\n\n")[0].splitlines():
+            assert line.endswith("."), line
+            assert not line.endswith("..."), line
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"), [(("conver",), "convert"), (("verfy", "x"), "verify"), (("bench", "lod"), "load")]
+)
+def test_a_mistyped_verb(command: Command, words: tuple[str, ...], meant: str) -> None:
+    code, _, stderr = command(*words)
+    assert code == 2
+    assert f"did you mean {meant}?" in stderr
+    assert "did you mean" not in command("nonsense")[2]
 
 
 def test_version(command: Command) -> None:
@@ -200,8 +257,10 @@ def test_inspect_folder(tiny: Checkpoint, tiny_tp2: Path, command: Command) -> N
         2,
         1,
     )
-    assert (found["ranks"], found["complete"], found["checks while converting"]) == ("2 of 2", True, "exact")
-    assert f"{len(tiny.tensors):,} tensors, {tiny.nbytes:,} bytes" in found["source"]
+    assert (found["ranks"], found["layers"], found["complete"]) == ([0, 1], [0, 1, 2], True)
+    assert found["checks"] == "exact"
+    manifest = trees.manifest_of(tiny_tp2)["source"]
+    assert found["source"] == {key: manifest[key] for key in ("id", "tensors", "payload_bytes")}
     assert found["bytes"] == sum(path.stat().st_size for path in tiny_tp2.rglob("*.safetensors"))
     assert [unit["unit"] for unit in found["units"]] == [
         "layer-000",
@@ -221,6 +280,7 @@ def test_inspect_file(tiny_tp2: Path, command: Command) -> None:
     assert found["metadata"] == raw.metadata
     assert found["bytes"] == len(raw.data)
     assert [tensor["offset"] for tensor in found["tensors"]] == [entry[3] for entry in raw.entries]
+    assert [tensor["shape"] for tensor in found["tensors"]] == [list(entry[2]) for entry in raw.entries]
 
 
 def test_inspect_packed_tensor(tiny: Checkpoint, tiny_tp2: Path, command: Command) -> None:
@@ -231,6 +291,10 @@ def test_inspect_packed_tensor(tiny: Checkpoint, tiny_tp2: Path, command: Comman
         expected += np.bincount(expert.w13_codes.reshape(-1), minlength=16)
     assert [row["count"] for row in found["codes"]] == expected.tolist()
     assert [(row["code"], row["value"]) for row in found["codes"]] == [(code, code - 8) for code in range(16)]
+    assert [row["share"] for row in found["codes"]] == (expected / expected.sum()).tolist()
+    said = command("inspect", tiny_tp2, "--tensor", PACKED, "--rank", 1)[1]
+    assert "shape: 4x16x512\n" in said
+    assert f"{expected[3] / expected.sum():.4%}" in said
 
 
 def test_inspect_scales_and_views(tiny: Checkpoint, tiny_tp2: Path, command: Command) -> None:
@@ -239,7 +303,7 @@ def test_inspect_scales_and_views(tiny: Checkpoint, tiny_tp2: Path, command: Com
     )
     bits = np.concatenate([expert.w13_scales.reshape(-1) for expert in trees.slices_of(tiny, 1, 0, 2, 1)])
     values = (bits.astype(np.uint32) << 16).view(np.float32)
-    assert (found["minimum"], found["maximum"], found["zeros"], found["not finite"]) == (
+    assert (found["minimum"], found["maximum"], found["zeros"], found["not_finite"]) == (
         values.min(),
         values.max(),
         0,
@@ -278,7 +342,11 @@ def test_inspecting_a_file_that_is_cut_off_meanwhile(
 def test_inspect_of_what_is_not_there(tiny_tp2: Path, command: Command, verb: str) -> None:
     code, _, stderr = command(verb, tiny_tp2, "--tensor", "no.such.tensor")
     assert code == 2
-    assert "has no tensor no.such.tensor" in stderr
+    assert "has no tensor no.such.tensor on rank 0 or in common/; there is, for example, language" in stderr
+    near = command(verb, tiny_tp2, "--tensor", PACKED.replace("w13", "w31"))[2]
+    assert PACKED in near.split("for example, ")[1]
+    shard = tiny_tp2 / "rank-00-of-02" / "layer-001.safetensors"
+    assert PACKED in command(verb, shard, "--tensor", "w13_weight_packed")[2]
     assert command(verb, tiny_tp2, "--tensor", PACKED, "--rank", 2)[0] == 2
     assert command(verb, tiny_tp2 / "nothing")[0] == 2
 
@@ -355,8 +423,8 @@ def test_a_report_that_cannot_be_written_is_found_before_the_work(
 ) -> None:
     (tmp_path / "file").touch()
     code, out, said = command("verify", tiny_tp2, "--report", tmp_path / "file")
-    assert (code, out) == (4, "")
-    assert f"creating {tmp_path / 'file'}" in said
+    assert (code, out) == (2, "")
+    assert f"Directory '{tmp_path / 'file'}' is a file" in said
 
 
 def test_nowhere_to_write_the_output_to(tiny: Checkpoint, tmp_path: Path) -> None:

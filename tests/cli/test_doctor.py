@@ -163,6 +163,34 @@ def gpu_machine(monkeypatch: pytest.MonkeyPatch, available: bool, capability: st
     reason = "" if available else "sglang is not installed"
     provider = ProviderReport("sglang.kernels", available, reason, "x", None)
     monkeypatch.setattr(doctor, "probe", lambda problem: (provider,))
+    monkeypatch.setattr(doctor, "find_compiler", lambda: {"nvcc": "/usr/bin/nvcc"})
+
+
+@pytest.mark.usefixtures("smi")
+def test_what_compiles_at_first_use_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gpu_machine(monkeypatch, True)
+    monkeypatch.setattr(doctor, "find_compiler", lambda: {"nvcc": None})
+    found = examine(tmp_path).kernel
+    assert not found.ok
+    assert "compiles the kernel at first use and there is no nvcc" in found.reason
+    monkeypatch.setattr(doctor, "run_kernel", lambda: "")
+    assert examine(tmp_path, kernel=True).kernel.ok
+
+
+def test_gpus_that_are_hidden(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing to install would help."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = examine(tmp_path)
+    assert found.install == ""
+    assert found.kernel.reason.endswith("sees no CUDA GPU: CUDA_VISIBLE_DEVICES= hides them; unset it")
+
+
+def test_nothing_is_said_twice(command: Command, tmp_path: Path) -> None:
+    """What torch lacks: with torch, and in the answer."""
+    said = command("doctor", tmp_path)[1]
+    assert said.count("sees no CUDA GPU") <= 2
 
 
 @pytest.mark.usefixtures("smi")

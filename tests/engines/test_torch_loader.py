@@ -83,7 +83,7 @@ def test_some_units_are_asked_for_by_name(converted: Path) -> None:
 def test_without_a_gpu_it_says_so(converted: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    with pytest.raises(MachineError, match="no CUDA GPU to load to"):
+    with pytest.raises(MachineError, match="sees no CUDA GPU"):
         load_rank(converted, 1)
 
 

@@ -307,6 +307,12 @@ def test_values_beyond_any_model_are_refused_by_name(path: tuple[str, ...], valu
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["init_pos_emb_height", "vt_hidden_size", "merge_kernel_size"])
+def test_a_key_of_a_section_is_named_with_it(key: str) -> None:
+    with pytest.raises(SourceError, match=f"config.json: vision_config.{key} should be"):
+        parse_config(changed(("vision_config", key), "many"))
+
+
 def test_a_config_nested_deeply_is_refused() -> None:
     value: Any = 1
     for _ in range(33):

@@ -189,7 +189,7 @@ def test_inspect_and_card(
     assert "layer-001" in said
     code, said, _ = command("inspect", out, "--rank", 3, "--tensor", K)
     assert code == 0
-    assert "shape: [32, 256]" in said
+    assert "shape: 32x256" in said
     assert "# Grouped for 8 GPUs, Marlin layout" in (out / "README.md").read_text()
 
 

@@ -150,8 +150,16 @@ def test_a_unit_that_is_cut_evenly_may_still_not_be_cut(sparse: Sparse) -> None:
     assert (
         message
         == "--tp 4 does not divide language_model.model.layers.0.self_attn.q_b_proj.weight: 6 heads of 48;"
-        " choose a tp that does"
+        " choose a tp that does; with --ep 1, --tp 1, 2 would do"
     )
+
+
+def test_what_would_do_is_offered(sparse: Sparse) -> None:
+    source = sparse()
+    said = refused(UsageError, source, tp=3)
+    assert said.endswith("by moe_tp = 3 (moe_tp is tp / ep); with --ep 1, --tp 1, 2, 4, 8 would do")
+    for tp in (1, 2, 4, 8):
+        assert plan_output(source, Options(tp)).topology.tp == tp
 
 
 @pytest.mark.parametrize(

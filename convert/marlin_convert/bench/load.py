@@ -25,10 +25,11 @@ from marlin_convert.bench.load_limits import (
     warm,
     warm_limits,
 )
-from marlin_convert.checkpoint.source import open_source
+from marlin_convert.checkpoint.source import Source, open_source
 from marlin_convert.documents.bench import LoadBench, LoadRow
 from marlin_convert.engines.torch_loader import DIRECT_THREADS, load_rank
 from marlin_convert.errors import MachineError
+from marlin_convert.kernels.providers import Provider
 from marlin_convert.kernels.providers import load as load_provider
 from marlin_convert.limits import usable_cores
 from marlin_convert.shards.reader import Shards, open_shards
@@ -85,10 +86,12 @@ def bench_load(
     """Load a rank each way, `rounds` times warm and cold, with the limits measured in each round. Returns the
     report.
 
-    Raises MachineError without a GPU.
+    Raises MachineError without a GPU, and where no kernel loads for `source`.
     """
     if not torch.cuda.is_available():
         raise MachineError("no CUDA GPU: loading cannot be measured here")
+    # before anything is measured: is what repacks there, and the source?
+    engine = None if source is None else (open_source(source), load_provider())
     readers = threads or min(usable_cores(), 16)
     shards = open_shards(out, rank)
     files = [out / shard.path for shard in shards.shards()]
@@ -116,8 +119,8 @@ def bench_load(
                 limits[name].append(rate)
     rates = {name: statistics.median(found) for name, found in limits.items()}
     rows = [way.row(min(LIMITS[key], key=rates.__getitem__), rates) for key, way in ways.items()]
-    if source is not None:
-        for way in _engine(source, shards, max(rounds // 3, 1), readers):
+    if engine is not None:
+        for way in _engine(*engine, shards, max(rounds // 3, 1), readers):
             rows.append(way.row(None, rates))
             say(f"{way.name}, {way.temperature}: {rows[-1].seconds:.3f} s")
     return LoadBench(
@@ -140,11 +143,11 @@ def _seconds(out: Path, rank: int, path: str, threads: int | None) -> dict[str, 
     return seconds
 
 
-def _engine(source: str, shards: Shards, rounds: int, threads: int) -> list[_Way]:
+def _engine(opened: Source, provider: Provider, shards: Shards, rounds: int, threads: int) -> list[_Way]:
     """The engine's way to load the layers of a rank, warm and cold."""
-    opened, manifest = open_source(source), shards.manifest
+    manifest = shards.manifest
     layers = [layer for layer in manifest.layers if layer in opened.model.moe_layers]
-    topology, provider = Topology.of(manifest.tp, manifest.ep), load_provider()
+    topology = Topology.of(manifest.tp, manifest.ep)
     files = [opened.path(header.file) for header in opened.headers]
     ways = []
     for temperature, warm_ups in WARM_UPS.items():

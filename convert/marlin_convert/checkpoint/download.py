@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from marlin_convert.arguments import refuse_odd
 from marlin_convert.checkpoint.fetcher import HubFetcher
 from marlin_convert.checkpoint.hub import HubStore, open_hub
 from marlin_convert.checkpoint.hub_errors import AGAIN, hub_errors
@@ -40,27 +42,36 @@ class Downloaded:
 
 def download(
     repo: str,
-    options: HubOptions,
+    folder: str | os.PathLike[str] | None = None,
     *,
+    hub: HubOptions | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Downloaded:
-    """Fetch and check. Raises UsageError, SourceError for a file that is not what the hub publishes,
-    MachineError where network or disk fail.
+    """Fetch the files that a conversion needs of `repo` (org/name), of these those that match `include` and
+    not `exclude`, into `folder` or the hub's cache, and compare each with what the hub publishes. `hub` says
+    how the repository is read.
+
+    Raises UsageError, SourceError for a file that is not what the hub publishes, MachineError where network
+    or disk fail.
     """
-    if not is_repository(repo):
+    refuse_odd(places={"folder": folder})
+    options = hub or HubOptions()
+    if folder is not None:
+        options = replace(options, local_dir=os.fspath(folder))
+    if not isinstance(repo, str) or not is_repository(repo):
         raise UsageError(f"{repo} is not the id of a hub repository; give org/name")
     store = open_hub(repo, replace(options, max_workers=options.max_workers or WORKERS))
     files = needed_files(store, include, exclude)
     fetcher = HubFetcher(store, {repo: files}, None, progress)
     _refuse_full_disk(store.place, fetcher.room)
     if options.local_dir is None:
-        folder = _pin_revision(store)
+        place = _pin_revision(store)
     else:
-        folder = Path(options.local_dir)
-        with machine_errors(f"creating {folder}"):
-            folder.mkdir(parents=True, exist_ok=True)
+        place = Path(options.local_dir)
+        with machine_errors(f"creating {place}"):
+            place.mkdir(parents=True, exist_ok=True)
     fetcher.start()
     try:
         fetcher.wait(files)
@@ -71,9 +82,9 @@ def download(
         published: dict[str, tuple[int, str | None]] = {
             name: (store.files[name].size, store.files[name].published) for name in files
         }
-        with machine_errors(f"writing {folder / RECORD}"):
-            write_atomic(folder / RECORD, write(DownloadRecord(repo, store.hub.commit, published), indent=1))
-    return Downloaded(repo, store.hub.commit, folder, {name: store.files[name].size for name in files})
+        with machine_errors(f"writing {place / RECORD}"):
+            write_atomic(place / RECORD, write(DownloadRecord(repo, store.hub.commit, published), indent=1))
+    return Downloaded(repo, store.hub.commit, place, {name: store.files[name].size for name in files})
 
 
 def needed_files(store: HubStore, include: Sequence[str], exclude: Sequence[str]) -> list[str]:

@@ -15,6 +15,8 @@ from marlin_convert.storage.shard_file import DTYPE_SIZE
 
 #: of a tensor; no framework has more
 MAX_DIMENSIONS = 64
+#: how what Git LFS leaves in a file's place begins, and its bytes at most
+LFS, MAX_POINTER = b"version ", 1024
 
 
 class TensorEntry(NamedTuple):
@@ -50,7 +52,13 @@ def read_header(file: str, size: int, read: Callable[[int, int], bytes]) -> Head
     """
     if size < 10:
         raise SourceError(f"{file}: {size} bytes is too short for a safetensors file; fetch it again")
-    (length,) = struct.unpack("<Q", read(0, 8))
+    begin = read(0, 8)
+    if begin == LFS and size < MAX_POINTER:
+        raise SourceError(
+            f"{file} is a Git LFS pointer of {size} bytes, not the file itself; get that with `git lfs pull`"
+            " in the clone, or fetch the repository with `marlin-convert download`"
+        )
+    (length,) = struct.unpack("<Q", begin)
     if length > HEADER:
         raise SourceError(
             f"{file}: the header claims {length} bytes, more than the {HEADER} any reader accepts; not a"

@@ -44,7 +44,7 @@ MAX_NAME = 240
 HANDLED = (INDEX_NAME, "config.json", "README.md", RECORD)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Source:
     """An opened checkpoint; headers are checked, no tensor data has been read.
 
@@ -88,6 +88,9 @@ class Source:
     def left_out(self) -> tuple[str, ...]:
         """What lies beside the weights and is not copied; folders end with /."""
         return auxiliary_files(self.names, self.large)[1]
+
+    def __repr__(self) -> str:
+        return f"Source({self.label!r}, files={len(self.headers)}, tensors={len(self.tensors)})"
 
     @property
     def payload_bytes(self) -> int:

@@ -36,7 +36,7 @@ class Finding:
         return f"{self.path}: {where + ': ' if where else ''}{self.what}"
 
 
-@dataclass
+@dataclass(repr=False)
 class Verification:
     """What `verify` found: what is wrong, and how much was read and proven. Filled from several threads.
 
@@ -61,6 +61,15 @@ class Verification:
     def ok(self) -> bool:
         """Whether nothing is wrong."""
         return not self.findings
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __repr__(self) -> str:
+        return (
+            f"Verification(ok={self.ok}, findings={len(self.findings)}, proven={self.proven},"
+            f" unproven={self.unproven}, bytes={self.bytes})"
+        )
 
     def add(self, *findings: Finding) -> None:
         """Add findings."""

@@ -4,6 +4,7 @@ and what the format promises to small loaders.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,7 +33,8 @@ def _shard_problems(path: Path, manifest: Manifest, shard: Shard, experts: int) 
     try:
         header = header_of(path)
     except SourceError as error:
-        yield str(error)
+        # the advice of the reader is for a published file
+        yield re.sub(r"[;,] fetch (it|the file) again$", "; make it again", str(error).split(": ", 1)[-1])
         return
     if header.size != shard.size:
         yield f"has {header.size} bytes, the manifest says {shard.size}"

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from marlin_convert.arguments import refuse_odd
 from marlin_convert.assemble import StoredSlice, read_rows
 from marlin_convert.checks.derived import check_manifest
 from marlin_convert.checks.experts import ExpertCheck, StoredLayer
@@ -61,6 +62,9 @@ def verify(
     Raises OutputError where OUT cannot be checked at all, SourceError where `source` is not the one OUT was
     made from, UsageError for a rank or layer that is not there.
     """
+    refuse_odd(
+        threads=threads, lists={"layers": layers, "ranks": ranks}, places={"out": out, "source": source}
+    )
     folder = Path(out)
     if not folder.is_dir():
         raise UsageError(f"{out} is not a folder")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from marlin_convert.cli.by_file import CommandsByFile
+from marlin_convert.cli.by_file import CommandsByFile, examples
 
 
 @click.group(
@@ -12,6 +12,8 @@ from marlin_convert.cli.by_file import CommandsByFile
     cls=CommandsByFile,
     names=("layout", "convert", "kernel", "load"),
     place="marlin_convert.cli.bench_",
+    short_help="Measure this machine.",
+    epilog=examples("bench layout", "bench convert --dir /data", "bench load out-tp8 --rank 0"),
 )
 def command() -> None:
     """Measure this machine: medians, and ratios within one run."""

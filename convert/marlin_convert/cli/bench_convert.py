@@ -8,14 +8,28 @@ from typing import TYPE_CHECKING
 import click
 
 from marlin_convert.cli import output
+from marlin_convert.cli.by_file import examples
 from marlin_convert.cli.options import FOLDER, json_option, rounds_option
 
 if TYPE_CHECKING:
     from marlin_convert.documents.provenance import Stage
 
 
-@click.command("convert")
-@click.option("--dir", "folder", type=FOLDER, default=".", help="Where: on the disk to measure.")
+@click.command(
+    "convert",
+    short_help="Conversion against cp on the same disk.",
+    epilog=examples(
+        "bench convert --dir /data --rounds 3",
+    ),
+)
+@click.option(
+    "--dir",
+    "folder",
+    type=FOLDER,
+    default=".",
+    show_default=True,
+    help="Where some GB are written, and removed: a folder on the disk to measure.",
+)
 @click.option("--source", type=FOLDER, help="A checkpoint to use instead of making one.")
 @click.option(
     "--layers",
@@ -32,8 +46,10 @@ if TYPE_CHECKING:
     help="Experts of each (384 in K2.6; 25 MB each).",
 )
 @rounds_option(9)
-@click.option("--tp", type=click.IntRange(1), default=8, show_default=True)
-@click.option("--ep", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--tp", type=click.IntRange(1), default=8, show_default=True, help="Ranks in all.")
+@click.option(
+    "--ep", type=click.IntRange(1), default=1, show_default=True, help="Groups the experts are split over."
+)
 @click.option("--threads", type=click.IntRange(1), help="Passed on to convert.")
 @click.option("--memory", help="Passed on to convert.")
 @click.option(

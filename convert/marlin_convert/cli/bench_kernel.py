@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from marlin_convert.cli import output
+from marlin_convert.cli.by_file import examples
 from marlin_convert.cli.options import FOLDER, json_option, kernel_options, rank_option, rounds_option
 from marlin_convert.extras import require
 
@@ -30,7 +31,13 @@ HEADER = (
 )
 
 
-@click.command("kernel")
+@click.command(
+    "kernel",
+    short_help="The kernel on a converted layer, on a GPU.",
+    epilog=examples(
+        "bench kernel out-tp8 --layer 1 --tokens 1,9",
+    ),
+)
 @click.argument("out", type=FOLDER)
 @click.option("--layer", type=click.IntRange(0), required=True, help="A layer with routed experts.")
 @rank_option("Whose shard.")

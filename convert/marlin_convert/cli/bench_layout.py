@@ -5,10 +5,17 @@ from __future__ import annotations
 import click
 
 from marlin_convert.cli import output
+from marlin_convert.cli.by_file import examples
 from marlin_convert.cli.options import json_option, rounds_option
 
 
-@click.command("layout")
+@click.command(
+    "layout",
+    short_help="One core: repack, inverse, scales, hashing.",
+    epilog=examples(
+        "bench layout --rounds 3",
+    ),
+)
 @rounds_option(9)
 @json_option
 def command(rounds: int, as_json: bool) -> None:

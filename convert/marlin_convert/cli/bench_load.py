@@ -7,10 +7,17 @@ from pathlib import Path
 import click
 
 from marlin_convert.cli import output
+from marlin_convert.cli.by_file import examples
 from marlin_convert.cli.options import FOLDER, json_option, rank_option, rounds_option
 
 
-@click.command("load")
+@click.command(
+    "load",
+    short_help="One rank to the GPU, each way.",
+    epilog=examples(
+        "bench load out-tp8 --rank 0 --rounds 3",
+    ),
+)
 @click.argument("out", type=FOLDER)
 @click.option(
     "--source", help="The published checkpoint: also load it as engines do today, repacking on the GPU."

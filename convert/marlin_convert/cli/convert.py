@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from marlin_convert.cli import display, output, streams
+from marlin_convert.cli.by_file import examples
 from marlin_convert.cli.options import (
     hub_options,
     json_option,
@@ -29,7 +30,16 @@ if TYPE_CHECKING:
 LISTED = 10
 
 
-@click.command("convert")
+@click.command(
+    "convert",
+    short_help="Convert a checkpoint; run again, it continues.",
+    epilog=examples(
+        "convert checkpoint out-tp8 --tp 8",
+        "convert checkpoint out-tp8 --tp 8 --ep 8 --dry-run",
+        "convert org/name out-tp8 --tp 8 --free-source --log-json",
+        "convert checkpoint one-layer --tp 8 --layers 1 --ranks 0",
+    ),
+)
 @click.argument("source")
 @click.argument("out")
 @parallel_options

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from marlin_convert.cli import output
+from marlin_convert.cli.by_file import examples
 from marlin_convert.cli.options import json_option
 from marlin_convert.words import gigabytes
 
@@ -14,7 +15,15 @@ if TYPE_CHECKING:
     from marlin_convert.documents.doctor import Driver, Examination, Torch
 
 
-@click.command("doctor")
+@click.command(
+    "doctor",
+    short_help="Say what this machine can do.",
+    epilog=examples(
+        "doctor",
+        "doctor /data/out-tp8 --json",
+        "doctor --kernel",
+    ),
+)
 @click.argument("path", default=".", type=click.Path())
 @click.option(
     "--kernel",
@@ -68,8 +77,9 @@ def _show(found: Examination) -> None:
     }
     for provider in found.providers:
         loads = f"loads ({provider.version})"
-        lines[provider.name] = loads if provider.available else f"does not load: {provider.reason}"
-    if found.install:
+        reason = provider.reason.replace(found.torch.problem or provider.reason, "torch as above")
+        lines[provider.name] = loads if provider.available else f"does not load: {reason}"
+    if found.install and found.install not in found.kernel.reason:  # said once
         lines["to install"] = found.install
     for name, text in lines.items():
         output.result(f"{name:<17} {text}")

@@ -5,11 +5,19 @@ from __future__ import annotations
 import click
 
 from marlin_convert.cli import display, output
+from marlin_convert.cli.by_file import examples
 from marlin_convert.cli.options import hub_options, json_option, log_option
-from marlin_convert.words import gigabytes
+from marlin_convert.words import count, gigabytes
 
 
-@click.command("download")
+@click.command(
+    "download",
+    short_help="Fetch a repository and compare each file.",
+    epilog=examples(
+        "download org/name checkpoint",
+        "download org/name --include config.json --revision main",
+    ),
+)
 @click.argument("repo")
 @click.argument("folder", required=False, metavar="[DIR]")
 @hub_options
@@ -44,15 +52,22 @@ def command(
     from marlin_convert.checkpoint.download import download
     from marlin_convert.checkpoint.hub_files import HubOptions
 
-    options = HubOptions(revision, token, cache_dir, folder or local_dir, max_workers=max_workers)
+    options = HubOptions(revision, token, cache_dir, max_workers=max_workers)
     with display.progress(hub=True) as progress:
-        done = download(repo, options, include=include, exclude=exclude, progress=progress)
+        done = download(
+            repo,
+            folder or local_dir,
+            hub=options,
+            include=include,
+            exclude=exclude,
+            progress=progress,
+        )
     if as_json:
         output.document(done.document())
         return
     size = sum(done.files.values())
     output.result(
-        f"{done.folder}: {len(done.files)} files of {repo} at commit {done.commit}, {gigabytes(size)}, each"
-        " as the hub publishes it"
+        f"{done.folder}: {count(len(done.files), 'file')} of {repo} at commit {done.commit},"
+        f" {gigabytes(size)}, each as the hub publishes it"
     )
     output.result(f"next:  marlin-convert convert {done.folder} OUT --tp 8")

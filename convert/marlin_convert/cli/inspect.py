@@ -9,12 +9,21 @@ import click
 from msgspec import Struct, to_builtins
 
 from marlin_convert.cli import output
+from marlin_convert.cli.by_file import examples
 from marlin_convert.cli.options import json_option, rank_option
 from marlin_convert.cli.report import report_option, reporter
-from marlin_convert.words import gigabytes
+from marlin_convert.words import gigabytes, ranges
 
 
-@click.command("inspect")
+@click.command(
+    "inspect",
+    short_help="Show what is in a converted folder or a file.",
+    epilog=examples(
+        "inspect out-tp8",
+        "inspect out-tp8/rank-03-of-08/layer-001.safetensors",
+        "inspect out-tp8 --rank 3 --tensor language_model.lm_head.weight --json",
+    ),
+)
 @click.argument("path", type=click.Path(exists=True, path_type=Path))
 @click.option(
     "--tensor", help="Show one tensor: values, and for packed experts the histogram of their 16 codes."
@@ -51,14 +60,35 @@ def _print(found: dict[str, Any]) -> None:
     for key, given in found.items():
         value = list(given) if isinstance(given, tuple) else given
         if isinstance(value, list) and value and isinstance(value[0], dict):
-            output.result(f"{key}:")
-            output.table(
-                ["  " + str(k) if i == 0 else str(k) for i, k in enumerate(value[0])],
-                [["  " + str(v) if i == 0 else v for i, v in enumerate(row.values())] for row in value],
-            )
+            output.result(f"{_name(key)}:")
+            header = [_name(each) for each in value[0]]
+            rows = [[_cell(each, cell) for each, cell in row.items()] for row in value]
+            output.table(["  " + header[0], *header[1:]], [[f"  {row[0]}", *row[1:]] for row in rows])
         elif isinstance(value, dict):
-            output.result(f"{key}: " + ", ".join(f"{k} {v}" for k, v in value.items()))
-        elif key.endswith("bytes") and isinstance(value, int):
-            output.result(f"{key}: {value:,} ({gigabytes(value)})")
+            parts = (f"{_name(each)} {_text(each, part)}" for each, part in value.items())
+            output.result(f"{_name(key)}: {', '.join(parts)}")
         else:
-            output.result(f"{key}: {value}")
+            output.result(f"{_name(key)}: {_text(key, value)}")
+
+
+def _name(key: str) -> str:
+    """A key of the JSON for people."""
+    return key.replace("_", " ")
+
+
+def _cell(key: str, value: object) -> object:
+    """What a table shows of a value: whole numbers stand to the right."""
+    return value if isinstance(value, int) else _text(key, value)
+
+
+def _text(key: str, value: object) -> str:
+    """A value for people."""
+    if key.endswith("bytes") and isinstance(value, int):
+        return f"{value:,} ({gigabytes(value)})"
+    if key == "share" and isinstance(value, float):
+        return f"{value:.4%}"
+    if key == "shape" and isinstance(value, (list, tuple)):
+        return "x".join(map(str, value))
+    if key in ("ranks", "layers") and isinstance(value, (list, tuple)):
+        return f"{ranges(value)} ({len(value)})"
+    return str(value)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from marlin_convert.cli import output
+from marlin_convert.cli.by_file import examples
 from marlin_convert.cli.options import hub_options, json_option, parallel_options, staging_options
 from marlin_convert.words import count, duration, gigabytes
 
@@ -16,7 +17,15 @@ if TYPE_CHECKING:
     from marlin_convert.planning.plan_report import PlanReport, Prospect
 
 
-@click.command("plan")
+@click.command(
+    "plan",
+    short_help="Show what convert would write, and do in OUT.",
+    epilog=examples(
+        "plan checkpoint --tp 8",
+        "plan checkpoint out-tp8 --tp 8",
+        "plan org/name out-tp8 --tp 8 --free-source --json",
+    ),
+)
 @click.argument("source")
 @click.argument("out", required=False)
 @parallel_options

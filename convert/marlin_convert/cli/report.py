@@ -25,7 +25,7 @@ def report_option(function: F) -> F:
     """--report."""
     return click.option(
         "--report",
-        type=click.Path(path_type=Path),
+        type=click.Path(path_type=Path, file_okay=False),
         metavar="DIR",
         help="Write a page to look at (HTML, needs no network) and the same as JSON into this folder.",
     )(function)

@@ -10,6 +10,7 @@ import click
 
 from marlin_convert.checks.outcome import error_text, of_kernel, of_verification
 from marlin_convert.cli import display, output
+from marlin_convert.cli.by_file import examples
 from marlin_convert.cli.options import json_option, kernel_options, log_option, numbers
 from marlin_convert.cli.report import Reporter, report_option, reporter
 
@@ -21,7 +22,16 @@ if TYPE_CHECKING:
 SHOWN = 40
 
 
-@click.command("verify")
+@click.command(
+    "verify",
+    short_help="Prove a converted folder, from the disk.",
+    epilog=examples(
+        "verify out-tp8",
+        "verify out-tp8 --source checkpoint --report report",
+        "verify out-tp8 --ranks 3 --layers 1-4",
+        "verify out-tp8 --kernel --layers 1 --sample 8",
+    ),
+)
 @click.argument("out")
 @click.argument("too_many", nargs=-1, metavar="")
 @click.option(

@@ -15,6 +15,7 @@ from marlin_convert.doctor.gpu import (
     find_compiler,
     find_driver,
     find_torch,
+    hides_gpus,
     run_kernel,
 )
 from marlin_convert.doctor.machine import find_machine
@@ -29,7 +30,7 @@ from marlin_convert.documents.doctor import (
     Torch,
 )
 from marlin_convert.extras import installed, package_version
-from marlin_convert.kernels.providers import one_line, probe
+from marlin_convert.kernels.providers import COMPILED_HERE, one_line, probe
 
 #: packages without which nothing works; each is imported by its own name
 CORE = ("click", "tqdm", "numpy", "numba", "safetensors", "xxhash", "huggingface_hub", "msgspec")
@@ -59,7 +60,8 @@ def examine(path: str | os.PathLike[str] = ".", *, kernel: bool = False) -> Exam
     """
     machine, place, core = find_machine(), find_place(Path(path)), _core()
     torch, driver = find_torch(), find_driver()
-    providers, install = probe(torch.problem), advice(torch, driver)
+    compiler, hidden = find_compiler(), bool(hides_gpus() and torch.cuda and torch.problem)
+    providers, install = probe(torch.problem), "" if hidden else advice(torch, driver)
     return Examination(
         machine=machine,
         packages={name: package_version(name) for name in ("marlin-convert", *CORE, *OTHERS)},
@@ -67,12 +69,12 @@ def examine(path: str | os.PathLike[str] = ".", *, kernel: bool = False) -> Exam
         place=place,
         driver=driver,
         torch=torch,
-        compiler=find_compiler(),
+        compiler=compiler,
         providers=providers,
         install=install,
         conversion=_conversion(machine, place) if core.ok else core,
         verification=core,
-        kernel=_kernel(torch, providers, install, kernel) if core.ok else core,
+        kernel=_kernel(torch, providers, install, kernel, compiler["nvcc"]) if core.ok else core,
     )
 
 
@@ -123,8 +125,12 @@ def _conversion(machine: Machine, place: Place) -> Answer:
     return Answer(True, "" if place.direct_io else f"without direct I/O: {place.direct_io_reason}")
 
 
-def _kernel(torch: Torch, providers: Sequence[ProviderReport], install: str, run: bool) -> Answer:
+def _kernel(
+    torch: Torch, providers: Sequence[ProviderReport], install: str, run: bool, nvcc: str | None
+) -> Answer:
     """Whether the kernel check would work, by running the kernel once if `run`."""
+    if torch.problem and torch.cuda and hides_gpus():
+        return Answer(False, torch.problem)
     if torch.problem:
         return Answer(False, f"{torch.problem}; {install or (NO_GPU if torch.version else NO_TORCH)}")
     loading = next((provider.name for provider in providers if provider.available), None)
@@ -134,6 +140,12 @@ def _kernel(torch: Torch, providers: Sequence[ProviderReport], install: str, run
     capability, note = torch.gpus[0].capability, ""
     if capability != "9.0":
         note = f"; this project has run it on capability 9.0 only, this is {capability}"
+    if not run and nvcc is None and loading in COMPILED_HERE:
+        return Answer(
+            False,
+            f"{loading} loads, but compiles the kernel at first use and there is no nvcc (CUDA_HOME); where"
+            f" it was compiled before, doctor --kernel shows that it runs{note}",
+        )
     if not run:
         return Answer(True, f"{loading} loads; doctor --kernel also runs it{note}")
     if wrong := run_kernel():

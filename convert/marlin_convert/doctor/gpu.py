@@ -34,9 +34,17 @@ def find_torch() -> Torch:
         problem = f"torch sees a GPU that does not work: {one_line(error)}"
         return Torch(str(torch.__version__), cuda, (), problem)
     problem = "" if gpus else f"torch {torch.__version__} sees no CUDA GPU"
+    if problem and cuda is not None and (hidden := hides_gpus()):
+        problem += f": {hidden}"
     if cuda is None and problem:
         problem += "; it is a build without CUDA"
     return Torch(str(torch.__version__), cuda, gpus, problem)
+
+
+def hides_gpus() -> str:
+    """Why torch would see no GPU where there is one; empty where nothing hides them."""
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return f"CUDA_VISIBLE_DEVICES={value} hides them; unset it" if value in ("", "-1", "NoDevFiles") else ""
 
 
 def _gpu(torch: Any, index: int) -> TorchGpu:
@@ -103,20 +111,11 @@ def advice(found: Torch, driver: Driver) -> str:
 
 def run_kernel() -> str:
     """Let the kernel read a small random matrix back; what went wrong, or nothing."""
-    import torch
-
-    from marlin_convert.kernels.gemm_call import Matrix
-    from marlin_convert.kernels.one_hot import read_back
     from marlin_convert.kernels.providers import load
+    from marlin_convert.kernels.trial import wrongly_read
 
     try:
-        generator = torch.Generator().manual_seed(0)
-        words = torch.randint(-(2**31), 2**31, (2, 8, 256), generator=generator).to(torch.int32)
-        scales = (torch.rand((2, 4, 128), generator=generator) + 0.5).to(torch.bfloat16)
-        matrix = Matrix(words, scales)
-        expected = next(read_back(load("reference"), matrix, experts_a_call=2))[1]
-        read = next(read_back(load(), matrix.map(lambda tensor: tensor.cuda()), experts_a_call=2))[1]
-        wrong = int((read.cpu() != expected).sum())
+        wrong, number = wrongly_read(load())
     except Exception as error:
         return f"running it fails: {one_line(error)}"
-    return f"it reads {wrong} of {expected.numel()} weights wrongly" if wrong else ""
+    return f"it reads {wrong} of {number} weights wrongly" if wrong else ""

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct
 
-from marlin_convert.documents.fields import Count, Ep, OneOrMore, Seconds, Text, Tp, about
+from marlin_convert.documents.fields import (
+    Checks,
+    Count,
+    Digest,
+    Ep,
+    OneOrMore,
+    Seconds,
+    Share,
+    Text,
+    Tp,
+    about,
+)
+from marlin_convert.documents.identity import Commit, Repo
 from marlin_convert.documents.provenance import StageTimes
 
 
@@ -37,7 +49,17 @@ class InspectedUnit(Struct, frozen=True):
     unit: Annotated[Text, about("the unit")]
     files: Annotated[OneOrMore, about("its files")]
     tensors: Annotated[OneOrMore, about("tensors of each, fillers not counted")]
-    file_size: Annotated[OneOrMore, about("bytes of each")] = field(name="bytes of a file")
+    file_size: Annotated[OneOrMore, about("bytes of each")]
+
+
+class InspectedSource(Struct, frozen=True, omit_defaults=True):
+    """What a folder was made from."""
+
+    id: Annotated[Digest, about("source id")]
+    tensors: Annotated[OneOrMore, about("its tensors")]
+    payload_bytes: Annotated[OneOrMore, about("bytes of all of them")]
+    repo: Repo = None
+    revision: Commit = None
 
 
 class InspectedFolder(Struct, frozen=True):
@@ -47,10 +69,11 @@ class InspectedFolder(Struct, frozen=True):
     group_size: Annotated[OneOrMore, about("weights that share a scale")]
     tp: Tp
     ep: Ep
-    ranks: Annotated[Text, about("how many of how many ranks are here")]
+    ranks: Annotated[tuple[Count, ...], about("ranks that are here", uniqueItems=True)]
+    layers: Annotated[tuple[Count, ...], about("layers that are here", uniqueItems=True)]
     complete: Annotated[bool, about("whether all of the model is here")]
-    checks: Annotated[Text, about("none, exact or kernel")] = field(name="checks while converting")
-    source: Annotated[Text, about("id, tensors and bytes of the source, in words")]
+    checks: Annotated[Checks, about("what was proven while converting")]
+    source: InspectedSource
     bytes: Annotated[OneOrMore, about("bytes of all shard files")]
     units: Annotated[tuple[InspectedUnit, ...], about("every unit")]
 
@@ -60,7 +83,7 @@ class InspectedEntry(Struct, frozen=True):
 
     tensor: Annotated[str, about("name")]
     dtype: Annotated[Text, about("safetensors dtype")]
-    shape: Annotated[str, about("extents, joined by x")]
+    shape: Annotated[tuple[Count, ...], about("extents")]
     offset: Annotated[Count, about("first byte, from the start of the file")]
     size: Annotated[Count, about("bytes")]
 
@@ -79,7 +102,7 @@ class Code(Struct, frozen=True):
     code: Annotated[int, Meta(ge=0, le=15), about("as stored")]
     value: Annotated[int, Meta(ge=-8, le=7), about("what it stands for, before the scale")]
     count: Annotated[Count, about("how often")]
-    share: Annotated[Text, about("of all, in percent")]
+    share: Annotated[Share, about("of all, from 0 to 1")]
 
 
 class InspectedTensor(Struct, frozen=True, omit_defaults=True):
@@ -93,7 +116,5 @@ class InspectedTensor(Struct, frozen=True, omit_defaults=True):
     minimum: Annotated[float | None, about("smallest value")] = None
     maximum: Annotated[float | None, about("largest value")] = None
     zeros: Annotated[Count | None, about("how many values are zero")] = None
-    not_finite: Annotated[Count | None, about("how many values are infinite or no number")] = field(
-        name="not finite", default=None
-    )
+    not_finite: Annotated[Count | None, about("how many values are infinite or no number")] = None
     first: Annotated[tuple[float | None, ...] | None, about("the first four values")] = None

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from marlin_convert.arguments import refuse_odd
 from marlin_convert.documents.manifest import FusedTensor, Shard, StoredTensor
 from marlin_convert.errors import MachineError, UsageError
-from marlin_convert.extras import require
+from marlin_convert.extras import need_device, require
 from marlin_convert.limits import usable_cores
 from marlin_convert.shards.reader import Shards, open_shards
 from marlin_convert.storage.files import PAGE
@@ -54,7 +55,7 @@ TORCH = {
 }
 
 
-@dataclass
+@dataclass(repr=False)
 class LoadedRank:
     """Tensors and fused views by name, the bytes copied, and seconds per step; `register` is part of
     `register and copy`.
@@ -69,12 +70,16 @@ class LoadedRank:
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
 
+    def __repr__(self) -> str:
+        return f"LoadedRank({len(self.tensors)} tensors, path={self.path!r}, bytes={self.bytes})"
+
 
 def load_rank(
     out: str | os.PathLike[str],
     rank: int,
     *,
     device: str = "cuda",
+    layers: Sequence[int] | None = None,
     units: Sequence[str] | None = None,
     path: str = "auto",
     threads: int | None = None,
@@ -82,37 +87,40 @@ def load_rank(
     """Open a rank of a converted folder and bring it to a device; options, result and errors as `load_shards`
     has them.
     """
-    return load_shards(open_shards(out, rank), device=device, units=units, path=path, threads=threads)
+    return load_shards(
+        open_shards(out, rank), device=device, layers=layers, units=units, path=path, threads=threads
+    )
 
 
 def load_shards(
     shards: Shards,
     *,
     device: str = "cuda",
+    layers: Sequence[int] | None = None,
     units: Sequence[str] | None = None,
     path: str = "auto",
     threads: int | None = None,
 ) -> LoadedRank:
-    """Bring a rank (or some units of it, such as `layer-001`) to a device.
+    """Bring a rank (or some `layers` of it, or `units`, such as `layer-001` and `top`) to a device.
 
     `path` is one of PATHS, `threads` how many read for ring and direct. On return all copies are complete, on
-    every stream. Raises OutputError for damaged files, UsageError for an unknown rank, unit or path and where
-    torch is not installed, MachineError where CUDA or the disk fails.
+    every stream. Raises OutputError for damaged files, UsageError for an unknown rank, layer, unit, path or
+    device and where torch is not installed, MachineError where CUDA or the disk fails.
     """
+    refuse_odd(threads=threads, lists={"layers": layers})
     require("torch")
     import torch
 
+    if layers is not None:
+        if units is not None:
+            raise UsageError("give layers or units, not both")
+        units = [f"layer-{layer:03d}" for layer in layers]
     chosen = _chosen(shards, units)
     if path not in PATHS:
         raise UsageError(f"path {path}: choose one of {', '.join(PATHS)}")
     begin = time.perf_counter()
-    if torch.device(device).type == "cpu":
+    if need_device(device) == "cpu":
         return LoadedRank(host_tensors(shards, units), "host")
-    if not torch.cuda.is_available():
-        raise MachineError(
-            f"no CUDA GPU to load to (torch {torch.__version__}); the device cpu gives the tensors where"
-            " they are"
-        )
     for shard in chosen:
         shards.mapping(shard)  # checks size and identity before anything is copied
     if path == "auto":

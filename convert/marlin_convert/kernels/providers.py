@@ -11,12 +11,13 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from marlin_convert.documents.doctor import ProviderReport
 from marlin_convert.errors import MachineError, UsageError
-from marlin_convert.extras import installed, package_version
+from marlin_convert.extras import installed, need_device, package_version
+from marlin_convert.progress import compiling
 
 if TYPE_CHECKING:
     import torch
@@ -73,6 +74,8 @@ class OpProvider:
     gemm_op: Callable[..., Any]
     type_as_object: bool
     device: str = "cuda"
+    #: operations that have run: of some packages the first call compiles, for minutes
+    _ran: set[str] = field(default_factory=set)
 
     def repack(self, q: Tensor, perm: Tensor | None, size_k: int, size_n: int, num_bits: int) -> Tensor:
         """See `Provider.repack`."""
@@ -80,14 +83,37 @@ class OpProvider:
 
         if perm is None:
             perm = torch.empty(0, dtype=torch.int32, device=q.device)
-        packed: Tensor = self.repack_op(q, perm, size_k, size_n, num_bits)
+        packed: Tensor = self._call("repack", lambda: self.repack_op(q, perm, size_k, size_n, num_bits))
         return packed
 
     def gemm(self, call: GemmCall) -> Tensor:
         """See `Provider.gemm`."""
         arguments, keywords = call.with_keywords() if self.type_as_object else (call.positional(), {})
-        out: Tensor = self.gemm_op(*arguments, **keywords)
+        out: Tensor = self._call("gemm", lambda: self.gemm_op(*arguments, **keywords))
         return out
+
+    def _call(self, operation: str, call: Callable[[], Any]) -> Any:
+        """Call an operation. Raises KernelUnavailableError where the package cannot compile it."""
+        if operation in self._ran or self.name not in COMPILED_HERE:
+            return call()
+        compiling.tell(begun=True)
+        try:
+            result = call()
+        except Exception as error:
+            if not any(tool in str(error) for tool in TOOLS):
+                raise
+            raise KernelUnavailableError(
+                f"the kernel of {self.name} could not be compiled: {one_line(error)}; that needs nvcc"
+                " (CUDA_HOME set), g++ with C++20 and ninja; `marlin-convert doctor` says what is there"
+            ) from error
+        finally:
+            compiling.tell(begun=False)
+        self._ran.add(operation)
+        return result
+
+
+#: what a package that compiles says where it cannot
+TOOLS = ("ninja", "nvcc", "CUDA_HOME", "compil", "g++")
 
 
 @dataclass(frozen=True)
@@ -127,6 +153,9 @@ CANDIDATES = (
         "CUDA 12: pip install '.[sgl-kernel]', compiled, 535 MB",
     ),
 )
+
+#: of these the ones that compile at first use
+COMPILED_HERE = frozenset(each.name for each in CANDIDATES if each.repack_module is not None)
 
 
 def _gpu_problem() -> str:
@@ -209,7 +238,7 @@ def load(name: str | None = None) -> Provider:
     `name`: one of `CANDIDATES`, or `reference`, the CPU model, which is never chosen by itself.
     Errors: ValueError for an unknown name; KernelUnavailableError if none loads.
     """
-    if name == "reference":
+    if name == REFERENCE:
         from marlin_convert.kernels.reference import ReferenceProvider
 
         return ReferenceProvider()
@@ -234,16 +263,9 @@ def load_for(device: str, name: str | None = None) -> Provider:
     Errors: UsageError for an unknown device or name, or one that works on another device; MachineError where
     there is no GPU or no provider loads.
     """
-    import torch
-
+    kind = "cuda" if name == REFERENCE and str(device).startswith("cuda") else need_device(device)
     try:
-        kind = torch.device(device).type
-        if kind == "cuda" and not torch.cuda.is_available() and name != "reference":
-            raise MachineError(
-                f"torch {torch.__version__} sees no CUDA GPU; run `marlin-convert doctor`, or check slowly"
-                " with --device cpu"
-            )
-        provider = load("reference" if kind == "cpu" and name is None else name)
+        provider = load(REFERENCE if kind == "cpu" and name is None else name)
     except (RuntimeError, ValueError) as error:
         raise UsageError(str(error)) from error
     if provider.device != kind:

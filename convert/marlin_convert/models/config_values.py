@@ -15,18 +15,25 @@ MAX_SIZE, MAX_LAYERS, MAX_EXPERTS, MAX_RATIO = 1 << 24, 4096, 1 << 16, 1e6
 
 
 def number(
-    section: dict[str, Any], key: str, default: int | None = None, *, least: int = 0, most: int = MAX_SIZE
+    section: dict[str, Any],
+    key: str,
+    default: int | None = None,
+    *,
+    least: int = 0,
+    most: int = MAX_SIZE,
+    within: str = "",
 ) -> int:
-    """A size of a section of config.json; `default` where it is not there or null. Raises SourceError for
-    anything else than a whole number from `least` to `most`.
+    """A size of a section of config.json, which lies `within` the one of that name; `default` where it is not
+    there or null. Raises SourceError for anything else than a whole number from `least` to `most`.
     """
+    named = f"{within}.{key}" if within else key
     value = section.get(key, default)
     if value is None and default is not None:
         value = default
     if type(value) is not int or value < 0:
-        raise SourceError(f"config.json: {key} should be a whole number, found {shown(value)}")
+        raise SourceError(f"config.json: {named} should be a whole number, found {shown(value)}")
     if not least <= value <= most:
-        raise SourceError(f"config.json: {key} is {shown(value)}, expected {least} to {most}")
+        raise SourceError(f"config.json: {named} is {shown(value)}, expected {least} to {most}")
     return value
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from marlin_convert.errors import SourceError
@@ -164,7 +165,8 @@ def _text_dims(text: dict[str, Any]) -> dict[str, int]:
 
 
 def _vision_dims(vision: dict[str, Any]) -> dict[str, int]:
-    hidden, patch = number(vision, "vt_hidden_size"), number(vision, "patch_size")
+    size = partial(number, vision, within="vision_config")
+    hidden, patch = size("vt_hidden_size"), size("patch_size")
     kernel = vision.get("merge_kernel_size", [2, 2])
     if (
         not isinstance(kernel, list)
@@ -172,19 +174,19 @@ def _vision_dims(vision: dict[str, Any]) -> dict[str, int]:
         or any(type(n) is not int or not 0 <= n <= MAX_SIZE for n in kernel)
     ):
         raise SourceError(
-            f"config.json: merge_kernel_size should be two whole numbers, found {shown(kernel)}"
+            f"config.json: vision_config.merge_kernel_size should be two whole numbers, found {shown(kernel)}"
         )
     return {
-        "vt_blocks": number(vision, "vt_num_hidden_layers", most=MAX_LAYERS),
+        "vt_blocks": size("vt_num_hidden_layers", most=MAX_LAYERS),
         "vt_hidden": hidden,
         "vt_qkv": 3 * hidden,
-        "vt_intermediate": number(vision, "vt_intermediate_size"),
+        "vt_intermediate": size("vt_intermediate_size"),
         "vt_channels": 3,
         "vt_patch": patch,
-        "vt_pos_height": number(vision, "init_pos_emb_height"),
-        "vt_pos_width": number(vision, "init_pos_emb_width"),
+        "vt_pos_height": size("init_pos_emb_height"),
+        "vt_pos_width": size("init_pos_emb_width"),
         "vt_merged": hidden * kernel[0] * kernel[1],
-        "text_hidden": number(vision, "text_hidden_size"),
+        "text_hidden": size("text_hidden_size"),
     }
 
 

@@ -35,10 +35,12 @@ def kernel_check(target: Target, device: str = "cuda") -> Check:
     from marlin_convert.kernels import TOKENS
     from marlin_convert.kernels.providers import load_for
     from marlin_convert.kernels.quant_types import need_kernel_type
+    from marlin_convert.kernels.trial import try_kernel
 
     source, plan, out = target.source, target.plan, target.out
     need_kernel_type(plan.layout.id)
     provider = load_for(device)
+    try_kernel(provider)  # compiles it, or says why that cannot be done, before anything is written
     lock = Lock()
 
     def check(unit: OutputUnit) -> None:

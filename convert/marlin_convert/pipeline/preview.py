@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from marlin_convert.arguments import refuse_odd
 from marlin_convert.checkpoint.hub_files import HubOptions
 from marlin_convert.checkpoint.source import Source, open_source
 from marlin_convert.documents.manifest import read_manifest
@@ -54,6 +55,14 @@ def plan(
     raise for this place. Raises SourceError and UsageError as `convert` does for a source or a request that
     cannot be met anywhere.
     """
+    refuse_odd(
+        tp=tp,
+        ep=ep,
+        threads=threads,
+        memory=memory,
+        lists={"layers": layers, "ranks": ranks},
+        places={"source": source, "out": out},
+    )
     place = None if out is None else Path(out)
     opened = open_source(source, hub if place is None else begun_commit(source, place, hub, overwrite))
     output = plan_output(opened, Options.of(tp, ep, layers, ranks, layout))

@@ -25,6 +25,7 @@ from marlin_convert.pipeline.target import Target
 from marlin_convert.pipeline.work_folder import WORK, is_marked
 from marlin_convert.planning.output_plan import OutputPlan
 from marlin_convert.storage.shard_file import FORMAT, FORMAT_VERSION
+from marlin_convert.words import ranges
 
 #: what is proven while converting, each more than the one before
 CHECKS = ("none", "exact", "kernel")
@@ -259,17 +260,6 @@ def _compare_options(was: str, theirs: JobOptions, ours: JobOptions) -> None:
 
 def _short(value: object) -> str:
     if isinstance(value, tuple):
-        return _ranges(value)
+        return ranges(value)
     text = str(value)
     return text if len(text) <= 40 else text[:37] + "..."
-
-
-def _ranges(numbers: tuple[int, ...]) -> str:
-    """Sorted numbers as the command line takes them: 0,3-5."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return ",".join("-".join(str(end) for end in run) for run in runs)

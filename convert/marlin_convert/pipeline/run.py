@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from threading import Thread
 
+from marlin_convert.arguments import refuse_odd
 from marlin_convert.checkpoint.fetcher import Fetcher
 from marlin_convert.checkpoint.hub_files import HubOptions
 from marlin_convert.checkpoint.identify import identify, stamps
@@ -93,6 +94,14 @@ def convert(
     Raises UsageError for options that conflict with each other or with what OUT holds; SourceError for a
     source that is not what it should be; MachineError where disk or machine failed.
     """
+    refuse_odd(
+        tp=tp,
+        ep=ep,
+        threads=threads,
+        memory=memory,
+        lists={"layers": layers, "ranks": ranks},
+        places={"source": source, "out": out},
+    )
     opened = open_source(source, begun_commit(source, Path(out), hub, overwrite))
     plan = plan_output(opened, Options.of(tp, ep, layers, ranks, layout))
     request = request_of(opened, plan, Path(out), verify, overwrite)

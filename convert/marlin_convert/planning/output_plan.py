@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.documents.bounds import LISTED, MAX_STORED, RECORD
 from marlin_convert.documents.manifest import Padding
 from marlin_convert.errors import SourceError, UsageError
-from marlin_convert.layout import DEFAULT_LAYOUT, get_layout
+from marlin_convert.layout import DEFAULT_LAYOUT, get_layout, known_layouts
 from marlin_convert.layout.protocol import ExpertShape, Layout, StackedTensor
 from marlin_convert.models.family import rules_digest
 from marlin_convert.planning.units import SourceUnit, source_units
@@ -26,6 +26,8 @@ from marlin_convert.storage.shard_file import (
 
 #: the length of a real source id; plans made before the source is sampled stand in this
 NO_ID = "0" * 32
+#: what is offered in place of a tp that cannot be
+POSSIBLE = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class OutputUnit:
         return self.data_start + self.places[name].offset
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class OutputPlan:
     """Everything that will be written."""
 
@@ -107,6 +109,9 @@ class OutputPlan:
     complete: bool
     #: digest of the rules it was made by
     rules: str
+
+    def __repr__(self) -> str:
+        return f"OutputPlan({self.options!r}, units={len(self.units)}, bytes={self.total_bytes})"
 
     def path(self, unit: OutputUnit, rank: int | None) -> str:
         """A shard's path inside OUT."""
@@ -147,13 +152,35 @@ def plan_output(source: Source, options: Options) -> OutputPlan:
     """Plan the output. Raises SourceError for a source that is not whole, UsageError for a request that
     cannot be met.
     """
+    try:
+        return _plan(source, options)
+    except UsageError as error:
+        asked = Options(options.tp, options.ep, layout=options.layout)
+        if options.layout not in known_layouts() or (options != asked and _works(source, asked)):
+            raise  # it is not for the split
+        works = [tp for tp in POSSIBLE if _works(source, replace(asked, tp=tp))]
+        offer = f"with --ep {options.ep}, --tp {', '.join(map(str, works))} would do" if works else ""
+        raise UsageError(f"{error}; {offer}" if offer else str(error)) from error
+
+
+def _works(source: Source, options: Options) -> bool:
+    """Whether a checkpoint can be split so."""
+    try:
+        _plan(source, options)
+    except UsageError:
+        return False
+    return True
+
+
+def _plan(source: Source, options: Options) -> OutputPlan:
     topology = Topology.of(options.tp, options.ep)
     layout, model = get_layout(options.layout), source.model
     if model.experts % topology.ep:
         raise UsageError(f"--ep {topology.ep} does not divide the {model.experts} routed experts")
     shape = model.expert_shape(topology.moe_tp)
     if (reason := layout.validate(shape)) is not None:
-        raise UsageError(f"--tp {topology.tp} --ep {topology.ep}: {reason}")
+        words = " (moe_tp is tp / ep)" if "moe_tp" in reason else ""
+        raise UsageError(f"--tp {topology.tp} --ep {topology.ep}: {reason}{words}")
     ranks = _scope("rank", options.ranks, topology.tp)
     layers = _scope("layer", options.layers, model.layers)
     units = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from marlin_convert.documents.results import (
     InspectedEntry,
     InspectedFile,
     InspectedFolder,
+    InspectedSource,
     InspectedTensor,
     InspectedUnit,
 )
@@ -25,6 +27,7 @@ from marlin_convert.errors import UsageError
 from marlin_convert.shards.reader import NUMPY, open_shards
 from marlin_convert.storage.reads import read_bytes
 from marlin_convert.storage.shard_file import is_filler
+from marlin_convert.words import count
 
 #: bytes `size` of a tensor from byte `begin` of it
 Read = Callable[[int, int], npt.NDArray[np.uint8]]
@@ -44,10 +47,11 @@ def describe_folder(out: Path) -> InspectedFolder:
         group_size=manifest.group_size,
         tp=manifest.tp,
         ep=manifest.ep,
-        ranks=f"{len(manifest.ranks)} of {manifest.tp}",
+        ranks=manifest.ranks,
+        layers=manifest.layers,
         complete=manifest.complete,
         checks=manifest.checks,
-        source=f"{source.id}, {source.tensors:,} tensors, {source.payload_bytes:,} bytes",
+        source=InspectedSource(source.id, source.tensors, source.payload_bytes, source.repo, source.revision),
         bytes=sum(shard.size for shard in manifest.shards),
         units=tuple(
             InspectedUnit(
@@ -66,32 +70,37 @@ def describe_file(path: Path) -> InspectedFile:
     """A safetensors file, from its header."""
     header = header_of(path)
     tensors = tuple(
-        InspectedEntry(each.name, each.dtype, "x".join(map(str, each.shape)), each.offset, each.size)
-        for each in header.tensors
+        InspectedEntry(each.name, each.dtype, each.shape, each.offset, each.size) for each in header.tensors
     )
     return InspectedFile(header.metadata, header.size, tensors)
 
 
 def describe_tensor_of(out: Path, rank: int, name: str) -> InspectedTensor:
     """A tensor or fused view of a rank of a converted folder."""
+    known: list[str] = []
     for which in (rank, None):
         shards = open_shards(out, which)
-        if name in shards.names() or name in shards.fused_names():
+        if name in shards:
             return _describe(name, shards.dtype(name), *shards.reader(name))
-    raise UsageError(
-        f"{out} has no tensor {name} on rank {rank}; `marlin-convert inspect {out}` and its shard files list"
-        " what there is"
-    )
+        known += [*shards.names(), *shards.fused_names()]
+    raise UsageError(f"{out} has no tensor {name} on rank {rank} or in common/; {_like(name, known)}")
 
 
 def describe_tensor_in(path: Path, name: str) -> InspectedTensor:
     """A tensor of one file."""
-    entry = {entry.name: entry for entry in header_of(path).tensors}.get(name)
-    if entry is None:
-        raise UsageError(f"{path} has no tensor {name}; `marlin-convert inspect {path}` lists them")
+    entries = {entry.name: entry for entry in header_of(path).tensors}
+    if (entry := entries.get(name)) is None:
+        raise UsageError(f"{path} has no tensor {name}; {_like(name, list(entries))}")
     return _describe(
         name, entry.dtype, entry.shape, lambda begin, size: read_bytes(path, entry.offset + begin, size)
     )
+
+
+def _like(name: str, known: list[str]) -> str:
+    """Names that may have been meant: those that have the same words in them, else some."""
+    last = name.rpartition(".")[2]
+    near = get_close_matches(name, known, 3, 0.6) or [each for each in known if last in each][:3] or known[:3]
+    return f"there is, for example, {', '.join(near)} ({count(len(known), 'name')} in all)"
 
 
 def _describe(name: str, dtype: str, shape: tuple[int, ...], read: Read) -> InspectedTensor:
@@ -104,7 +113,7 @@ def _describe(name: str, dtype: str, shape: tuple[int, ...], read: Read) -> Insp
         )
         counts = sum(map(code_histogram, parts), np.zeros(16, np.int64))
         total = max(int(counts.sum()), 1)
-        codes = (Code(code, code - 8, int(n), f"{n / total:.4%}") for code, n in enumerate(counts))
+        codes = (Code(code, code - 8, int(n), int(n) / total) for code, n in enumerate(counts))
         return replace(tensor, codes=tuple(codes))
     values = as_float(dtype, read(0, tensor.bytes).view(kind).reshape(shape))
     if values is None or not values.size:

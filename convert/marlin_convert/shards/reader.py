@@ -69,6 +69,17 @@ class Shards:
     def __iter__(self) -> Iterator[str]:
         return iter(self._where)
 
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def keys(self) -> list[str]:
+        """Names in load order, without those of fused views."""
+        return list(self._where)
+
+    def items(self) -> Iterator[tuple[str, Array]]:
+        """Each tensor with its name, mapped when its turn comes."""
+        return ((name, self[name]) for name in self._where)
+
     def __repr__(self) -> str:
         return f"Shards({str(self.out)!r}, rank={self.rank}, {len(self._where)} tensors)"
 

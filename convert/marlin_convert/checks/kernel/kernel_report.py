@@ -39,7 +39,7 @@ class Verdict:
     ok: bool
 
 
-@dataclass
+@dataclass(repr=False)
 class KernelReport:
     """All verdicts; `environment` says what ran, `model` that it was the model on the CPU, no kernel."""
 
@@ -64,6 +64,15 @@ class KernelReport:
     def ok(self) -> bool:
         """Whether everything that ran was right."""
         return not self.findings
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __repr__(self) -> str:
+        return (
+            f"KernelReport(ok={self.ok}, model={self.model}, findings={len(self.findings)}, matrices="
+            f"{len(self.verdicts)}, weights_read_back={self.weights_read_back})"
+        )
 
     def document(self, every_expert: bool = True) -> KernelCheck:
         """For `--json`."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from marlin_convert.arguments import refuse_odd
 from marlin_convert.checks.kernel.kernel_report import KernelReport
 from marlin_convert.checks.kernel.layer_files import (
     LayerFiles,
@@ -57,6 +58,8 @@ def verify_kernel(
     Raises UsageError for a scope that is not there, a layout that the kernel does not read and where torch is
     not installed, MachineError where no kernel loads, SourceError for another source, OutputError.
     """
+    lists = {"layers": layers, "ranks": ranks, "experts": experts, "tokens": tokens}
+    refuse_odd(sample=sample, lists=lists, places={"out": out, "source": source})
     require("torch")
     folder, manifest = Path(out), read_manifest(Path(out))
     need_kernel_type(manifest.layout_id)
