@@ -20,6 +20,15 @@ inline int parse_number(const std::string& text) {
     return std::stoi(text);
 }
 
+// Whether -h or --help is among them.
+inline bool asks_for_help(int argc, char** argv) {
+    for (int i = 1; i < argc; ++i) {
+        const std::string word = argv[i];
+        if (word == "-h" || word == "--help") return true;
+    }
+    return false;
+}
+
 class Arguments {
   public:
     Arguments(int argc, char** argv, std::size_t positional, const std::set<std::string>& options,

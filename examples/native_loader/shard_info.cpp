@@ -1,5 +1,5 @@
 // shard_info OUT RANK [--verify]: what a rank holds, and with --verify whether every byte is as it was written.
-// Exit code 0: fine; 1: something in OUT is wrong; 2: usage.
+// Folders of other ranks need not be there. Exit code 0: fine; 1: something in OUT is wrong; 2: usage.
 #include <cstdio>
 #include <cstdlib>
 
@@ -7,6 +7,8 @@
 #include "marlin_digest.hpp"
 
 namespace {
+
+constexpr char kUsage[] = "usage: shard_info OUT RANK [--verify]\n";
 
 void print_rank(const marlin::Output& out, const marlin::Rank& rank) {
     const marlin::Manifest& manifest = out.manifest();
@@ -31,17 +33,22 @@ void print_rank(const marlin::Output& out, const marlin::Rank& rank) {
 
 void verify(const marlin::Output& out, const marlin::Rank& rank) {
     marlin::verify_manifest(out);
-    marlin::verify_files(out);
+    marlin::verify_files(out, rank);
     const marlin::ExpertDigests experts(out);
     for (const marlin::Shard& shard : rank.shards()) marlin::verify_shard(shard, experts);
     for (const marlin::Shard& shard : out.open_common()) marlin::verify_shard(shard, experts);
-    std::printf("  every digest of the manifest, this rank, common/ and the other files holds\n");
+    std::printf("  every digest of the manifest, this rank, common/ and the files that are for all ranks holds\n");
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
     try {
+        if (marlin::asks_for_help(argc, argv)) {
+            std::printf("%s  what a rank of the converted folder OUT holds; --verify: is every byte as it was written?\n",
+                        kUsage);
+            return 0;
+        }
         const marlin::Arguments arguments(argc, argv, 2, {}, {"verify"});
         const int number = arguments.number(1);
         const marlin::Output out(arguments.positional(0));
@@ -50,7 +57,7 @@ int main(int argc, char** argv) {
         if (arguments.flag("verify")) verify(out, rank);
         return 0;
     } catch (const marlin::UsageError& error) {
-        std::fprintf(stderr, "%s\nusage: shard_info OUT RANK [--verify]\n", error.what());
+        std::fprintf(stderr, "%s\n%s", error.what(), kUsage);
         return 2;
     } catch (const std::exception& error) {
         std::fprintf(stderr, "%s\n", error.what());

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,35 @@ def test_info_and_digests(programs: Programs, outputs: Outputs, tp: int, ep: int
         assert result.returncode == 0, result.stderr
         assert "every digest" in result.stdout
         assert f"rank-{rank:02}-of-{tp:02}/layer-001.safetensors" in result.stdout
+
+
+def test_one_machine_has_its_rank_alone(programs: Programs, copied: Path) -> None:
+    for other in copied.glob("rank-*"):
+        if other.name != "rank-03-of-08":
+            shutil.rmtree(other)
+    result = programs("native_loader/shard_info", copied, 3, "--verify")
+    assert result.returncode == 0, result.stderr
+    assert programs("native_loader/shard_info", copied, 2, "--verify").returncode == 1
+    (copied / "rank-03-of-08" / "model.safetensors.index.json").unlink()
+    result = programs("native_loader/shard_info", copied, 3, "--verify")
+    assert result.returncode == 1
+    assert "rank-03-of-08/model.safetensors.index.json" in result.stderr
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help(programs: Programs, option: str) -> None:
+    result = programs("native_loader/shard_info", option)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("usage: shard_info OUT RANK [--verify]\n")
+
+
+def test_what_is_installed(programs: Programs, tmp_path: Path) -> None:
+    """The program, and the headers that it is made of."""
+    line = ["cmake", "--install", str(programs.folder), "--prefix", str(tmp_path)]
+    subprocess.run(line, check=True, capture_output=True)
+    found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    headers = ("safetensors_file.hpp", "marlin_shards.hpp", "marlin_digest.hpp")
+    assert found >= {"bin/shard_info", *(f"include/marlin_convert/{name}" for name in headers)}
 
 
 @pytest.mark.parametrize(
