@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -93,3 +94,12 @@ def test_what_is_wrong_is_not_counted_as_proven(copied: Path, tiny: Checkpoint) 
     found = verify(copied)
     assert len(found.findings) == 2
     assert (found.proven, found.unproven) == (len(tiny.tensors) - 2, 0)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 5000])
+def test_a_shard_that_is_cut_off_is_to_be_made_not_fetched(copied: Path, keep: int) -> None:
+    os.truncate(copied / "rank-00-of-02" / LAYER, keep)
+    (finding,) = verify(copied).findings
+    assert (finding.path, finding.rank) == (f"rank-00-of-02/{LAYER}", 0)
+    assert "fetch" not in finding.what
+    assert LAYER not in finding.what

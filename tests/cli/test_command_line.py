@@ -141,6 +141,15 @@ def test_every_summary_is_a_sentence(command: Command) -> None:
             assert not line.endswith("..."), line
 
 
+def test_a_convert_py_of_the_users_is_not_in_the_way(tiny: Checkpoint, tmp_path: Path) -> None:
+    """In the working folder, and first on the path."""
+    (tmp_path / "convert.py").write_text("raise SystemExit('mine')")
+    line = [sys.executable, "-m", "marlin_convert", "plan", str(tiny.folder), "--tp", "2"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((".", os.environ.get("PYTHONPATH", "")))}
+    done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(
     ("words", "meant"), [(("conver",), "convert"), (("verfy", "x"), "verify"), (("bench", "lod"), "load")]
 )

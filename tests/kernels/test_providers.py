@@ -23,6 +23,7 @@ from marlin_convert.kernels.providers import (
     probe,
 )
 from marlin_convert.kernels.quant_types import UINT4, UINT4B8, UINT8B128, kernel_type, need_kernel_type
+from marlin_convert.progress import compiling
 
 NO_GPU = pytest.mark.skipif(
     torch.cuda.is_available(), reason="says what is missing on a machine without a GPU"
@@ -181,6 +182,27 @@ def test_sglang_is_found_at_either_path_and_fed_by_keyword(fake_gpu: pytest.Monk
     assert repacked[1].dtype == torch.int32
     assert repacked[1].numel() == 0
     assert repacked[2:] == (16, 64, 4)
+
+
+def test_a_kernel_that_cannot_be_compiled_is_no_internal_error(fake_gpu: pytest.MonkeyPatch) -> None:
+    """The first call compiles, which is told; what it lacks is named. Other errors stay what they are."""
+    errors = [RuntimeError("ninja exited with status 127"), RuntimeError("a wrong shape"), None]
+
+    def gemm(*args: object, **keywords: object) -> None:
+        if (error := errors.pop(0)) is not None:
+            raise error
+
+    _install_sglang(fake_gpu, "sglang.kernels", gemm, lambda *args: args)
+    provider, seen = load(), list[bool]()
+    with compiling.watched(seen.append):
+        with pytest.raises(KernelUnavailableError, match=r"compiled.*status 127; that needs nvcc"):
+            provider.gemm(_call())
+        with pytest.raises(RuntimeError, match="a wrong shape"):
+            provider.gemm(_call())
+        provider.gemm(_call())
+        errors.append(None)
+        provider.gemm(_call())
+    assert seen == [True, False] * 3
 
 
 def test_the_flat_op_takes_the_type_as_a_number(fake_gpu: pytest.MonkeyPatch) -> None:
