@@ -39,7 +39,7 @@ def test_two_bars(published: Published, tmp_path: Path) -> None:
     command = ("convert", published.repo, tmp_path / "out", "--tp", 2, "--layers", "0", "--free-source")
     shown = on_a_terminal(published, tmp_path / "home", *command, env={})
     assert "downloading: 100%" in shown
-    assert "converting: 100%" in shown
+    assert "writing manifest and documents: 100%" in shown
     assert ".safetensors" not in shown
 
 
@@ -47,4 +47,4 @@ def test_without_the_hubs_bars(published: Published, tmp_path: Path) -> None:
     command = ("convert", published.repo, tmp_path / "out", "--tp", 2, "--layers", "0", "--free-source")
     shown = on_a_terminal(published, tmp_path / "home", *command, env={"HF_HUB_DISABLE_PROGRESS_BARS": "1"})
     assert "downloading" not in shown
-    assert "converting: 100%" in shown
+    assert "writing manifest and documents: 100%" in shown

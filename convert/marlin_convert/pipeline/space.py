@@ -55,11 +55,8 @@ def refuse_full_disk(out: Path, need: Need, fetcher: Fetcher) -> None:
     files that the fetcher brings.
     """
     needed, place, room = need.shards + need.documents, fetcher.place or out, fetcher.room
-    stage = (
-        ""
-        if existing(place).samefile(existing(out)) or not room
-        else "use --free-source to keep only a few source files at a time, or "
-    )
+    kept = fetcher.place is not None and room  # not staged in OUT
+    stage = "use --free-source to keep only a few source files at a time, or " if kept else ""
     if existing(place).stat().st_dev == existing(out).stat().st_dev:
         _refuse(out, needed + room, need.freed, _of_it(need.documents, room), stage)
     else:
