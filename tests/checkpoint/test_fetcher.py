@@ -182,3 +182,12 @@ def test_sweeping(tmp_path: Path) -> None:
         path.write_bytes(b"")
     sweep(tmp_path, {"wanted"})
     assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"wanted", "wanted.metadata"}
+
+
+def test_a_staging_folder_that_is_a_link_is_not_swept(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("mine")
+    (tmp_path / "staging").symlink_to("mine")
+    with pytest.raises(SourceError, match="staging is a link"):
+        sweep(tmp_path / "staging", set())
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "mine"

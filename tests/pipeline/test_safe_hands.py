@@ -7,7 +7,9 @@ import pty
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,8 @@ import trees
 from checkpoints import Checkpoint, make_small
 from marlin_convert import convert, verify
 from marlin_convert.errors import MachineError, UsageError
+from marlin_convert.pipeline.out_state import OutState, observe
+from marlin_convert.storage.writer import ShardFile, finish_files
 
 COMMAND = [sys.executable, "-m", "marlin_convert"]
 
@@ -228,3 +232,104 @@ def test_in_a_terminal_it_asks(other: Checkpoint, out: Path, answer: bytes, code
     assert process.returncode == code
     assert b"Remove them?" in stderr
     assert (trees.tree(out) == before) == (code == 2)
+
+
+# What else is beside, within or in the place of what is ours.
+
+
+def test_a_finished_conversion_keeps_what_somebody_put_in_its_work_folder(
+    source: Checkpoint, out: Path
+) -> None:
+    (out / ".work" / "units").mkdir(parents=True)
+    (out / ".work" / "units" / "layer-000.json").write_text("left by a broken run")
+    (out / ".work" / "units" / "mine.txt").write_text("mine")
+    before = everything(out)
+    assert convert(source.folder, out, tp=2).made == 0
+    before.pop(".work/units/layer-000.json")
+    assert everything(out) == before
+
+
+def test_a_file_that_only_the_new_source_copies_is_not_of_the_old_conversion(
+    out: Path, other: Checkpoint, tmp_path: Path
+) -> None:
+    """notes.txt was not in the source of what lies in OUT, so it is somebody's own."""
+    more = shutil.copytree(other.folder, tmp_path / "more")
+    (more / "notes.txt").write_text("published")
+    (out / "notes.txt").write_text("mine")
+    before = everything(out)
+    with pytest.raises(UsageError, match=r"such as notes\.txt; move them away"):
+        convert(more, out, tp=2, overwrite=True)
+    assert everything(out) == before
+
+
+def test_what_comes_to_lie_in_out_while_it_begins_is_asked_for_too(
+    source: Checkpoint, other: Checkpoint, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the first look there is nothing in OUT; at the second another process has converted into it."""
+    place = tmp_path / "place"
+    looks: list[OutState] = []
+    asked: list[Path] = []
+
+    def look(*arguments: Any, **more: Any) -> OutState:
+        if looks:
+            shutil.copytree(out, place, dirs_exist_ok=True)
+        looks.append(observe(*arguments, **more))
+        return looks[-1]
+
+    monkeypatch.setattr("marlin_convert.pipeline.run.observe", look)
+
+    def refuse(files: Sequence[Path]) -> bool:
+        asked.extend(files)
+        return False
+
+    with pytest.raises(UsageError, match="was left as it is"):
+        convert(other.folder, place, tp=2, overwrite=True, confirm=refuse)
+    assert sorted(asked) == sorted(place / name for name in everything(out))
+    assert everything(place) == everything(out)
+
+
+def test_out_moved_away_and_begun_anew_meanwhile(
+    source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another process is writing there is neither taken for finished nor removed."""
+    out = tmp_path / "out"
+    half = out / "rank-00-of-02" / "layer-000.safetensors.partial"
+
+    def move(files: list[ShardFile]) -> None:
+        if not half.exists() or half.stat().st_size > 4:
+            out.rename(tmp_path / "moved")
+            half.parent.mkdir(parents=True)
+            half.write_bytes(b"half")
+        finish_files(files)
+
+    monkeypatch.setattr("marlin_convert.pipeline.unit_work.finish_files", move)
+    with pytest.raises(MachineError, match="it was moved or replaced meanwhile"):
+        convert(source.folder, out, tp=2, threads=1)
+    assert everything(out) == {"rank-00-of-02/layer-000.safetensors.partial": b"half"}
+
+
+@pytest.fixture
+def mounted(out: Path) -> Iterator[Path]:
+    """A rank's folder that is another file system, its files lost."""
+    place = out / "rank-00-of-02"
+    for path in place.iterdir():
+        path.unlink()
+    line = ["mount", "-t", "tmpfs", "-o", "size=20m", "none", str(place)]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"a file system cannot be mounted here: {done.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_folder_on_another_file_system_is_refused_before_anything_is_made(
+    source: Checkpoint, other: Checkpoint, out: Path, mounted: Path
+) -> None:
+    """Nothing can be moved into it at the end, and --overwrite could not remove it."""
+    with pytest.raises(MachineError, match=r"rank-00-of-02 is on another file system .*; unmount it"):
+        convert(source.folder, out, tp=2)
+    assert list(mounted.iterdir()) == []
+    before = everything(out)
+    with pytest.raises(UsageError, match=r"such as rank-00-of-02; move them away"):
+        convert(other.folder, out, tp=2, overwrite=True)
+    assert everything(out) == before

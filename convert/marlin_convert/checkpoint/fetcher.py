@@ -280,8 +280,10 @@ def most_at_once(needed: Needed, sizes: Mapping[str, int], look_ahead: int = LOO
 
 def sweep(staging: Path, wanted: set[str]) -> None:
     """Remove from a staging folder all but the wanted files: other files, and what a killed download left
-    half-done.
+    half-done. Raises SourceError where a link leads elsewhere.
     """
+    if staging.is_symlink():
+        raise SourceError(f"{staging} is a link: what it leads to is not ours to remove; move the link away")
     if not staging.is_dir():
         return
     for path in staging.iterdir():

@@ -38,7 +38,7 @@ def begun_commit(
 
 def _identity(out: Path) -> SourceIdentity | None:
     try:
-        state = observe(out)
+        state = observe(out, None)
     except ConvertError:
         return None  # said where it is decided what may be done with OUT
     if state.job is not None:

@@ -10,6 +10,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path, PurePath
 
 from marlin_convert.checkpoint.index import INDEX_NAME
@@ -18,7 +19,7 @@ from marlin_convert.errors import ConvertError, UsageError
 from marlin_convert.pipeline.work_folder import REMOVING, WORK, WorkFolder
 from marlin_convert.planning.output_plan import OutputPlan, OutputUnit
 from marlin_convert.shards.kept_source import DIGESTS
-from marlin_convert.storage.files import sync_folder
+from marlin_convert.storage.files import on_its_own, sync_folder
 from marlin_convert.storage.writer import PARTIAL
 
 #: what every conversion writes at the top, beside the small files it copies
@@ -47,14 +48,16 @@ FOLDERS = re.compile(
 def removable(out: Path, copied: Iterable[str]) -> list[Path]:
     """Every file of the conversion in OUT, relative to it, the manifest first.
 
-    `copied` are the names of the small files that a conversion of this source copies. Raises UsageError where
-    OUT holds anything that no conversion wrote.
+    `copied` are the names of the small files that a conversion of this source copies: what else could tell
+    them, where there is no manifest that lists them. Raises UsageError where OUT holds anything that no
+    conversion wrote.
     """
-    names = {*OWN, *copied, *_listed(out)}
+    listed = _listed(out)
+    names = OWN | (set(copied) if listed is None else listed)
     files, foreign = [], []
     for path, kind in _walk(out):
         own = stat.S_ISREG(kind) and (str(path) in names or FORMS.fullmatch(str(path)))
-        own = own or (stat.S_ISDIR(kind) and FOLDERS.fullmatch(str(path)))
+        own = own or (stat.S_ISDIR(kind) and FOLDERS.fullmatch(str(path)) and not on_its_own(out / path))
         if not own:
             foreign.append(path)
         elif stat.S_ISREG(kind):
@@ -101,6 +104,24 @@ def stale_files(out: Path, plan: OutputPlan, units: Iterable[OutputUnit]) -> lis
     return [path for path in paths if path.is_file() and not path.is_symlink()]
 
 
+def remove_work(out: Path) -> None:
+    """The work is done: what is ours in the work folder is removed, and it with that, unless somebody put
+    something else in it. What cannot be removed stays; the conversion is whole with it.
+    """
+    if (out / WORK).is_symlink():
+        return
+    with suppress(OSError):
+        found = [(Path(WORK) / path, kind) for path, kind in _walk(out / WORK)]
+        for path, kind in found:
+            if stat.S_ISREG(kind) and FORMS.fullmatch(str(path)):
+                with suppress(OSError):
+                    (out / path).unlink()
+        own = [path for path, kind in found if stat.S_ISDIR(kind) and FOLDERS.fullmatch(str(path))]
+        for folder in [*sorted(own, reverse=True), Path(WORK)]:
+            with suppress(OSError):
+                (out / folder).rmdir()
+
+
 def remove_partials(out: Path) -> None:
     """Remove the shards that a killed run left half-written."""
     for path in out.glob(f"*/*{PARTIAL}"):
@@ -116,9 +137,10 @@ def _walk(out: Path) -> Iterator[tuple[Path, int]]:
             yield path.relative_to(out), path.lstat().st_mode
 
 
-def _listed(out: Path) -> set[str]:
+def _listed(out: Path) -> set[str] | None:
+    """The files that the manifest lists; None without one."""
     try:
         manifest = read_manifest(out)
     except ConvertError:
-        return set()
+        return None
     return {file.path for file in manifest.files} | {shard.path for shard in manifest.shards}

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from marlin_convert.checkpoint.source import Source
 from marlin_convert.documents.manifest import Manifest, read_manifest
 from marlin_convert.documents.records import JobRecord
 from marlin_convert.errors import ConvertError, UsageError
 from marlin_convert.pipeline.work_folder import REMOVING, WORK, WorkFolder, is_marked
-from marlin_convert.shards.kept_source import DIGESTS, sound_bytes
+from marlin_convert.shards.kept_source import recorded_digests, sound_bytes
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,9 @@ class OutState:
         return not (self.manifest or self.job or self.damaged or self.remains)
 
 
-def observe(out: Path, thorough: bool = False) -> OutState:
-    """Look at OUT; `thorough` compares the digests of all listed files but the shards. Raises UsageError
-    where it is no folder.
+def observe(out: Path, source: Source | None, thorough: bool = False) -> OutState:
+    """Look at OUT, where `source`, if it is known, is to be converted to; `thorough` compares the digests of
+    all listed files but the shards. Raises UsageError where it is no folder.
     """
     if not out.exists():
         return OutState(out)
@@ -65,7 +66,7 @@ def observe(out: Path, thorough: bool = False) -> OutState:
         damaged,
         missing=lost,
         any_record=work.any_finished(),
-        keeps_digests=(out / DIGESTS).exists(),
+        keeps_digests=source is not None and bool(recorded_digests(out, source)),
         remains=remains,
         foreign=not ours and not remains and not _is_empty(out),
     )

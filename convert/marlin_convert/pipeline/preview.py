@@ -88,7 +88,7 @@ class _Wish:
     def foresee(self, threads: int | None, memory: int | None) -> tuple[Prospect | None, ConvertError | None]:
         """What would be done, as far as it can be told, and what would be refused."""
         try:
-            state = observe(self.out, thorough=self.overwrite)
+            state = observe(self.out, self.source, thorough=self.overwrite)
             action = self._action(state, threads, memory)
             left, freed = self._left(action)
             fetcher = self.source.store.fetcher(

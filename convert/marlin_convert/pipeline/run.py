@@ -19,7 +19,13 @@ from marlin_convert.documents.records import FinishedUnit
 from marlin_convert.errors import SourceError, UsageError
 from marlin_convert.pipeline.begun_commit import begun_commit
 from marlin_convert.pipeline.budget import Budget, choose_budget
-from marlin_convert.pipeline.clear import clear_output, removable, remove_partials, stale_files
+from marlin_convert.pipeline.clear import (
+    clear_output,
+    removable,
+    remove_partials,
+    remove_work,
+    stale_files,
+)
 from marlin_convert.pipeline.counter import Counter
 from marlin_convert.pipeline.executor import Executor, Job
 from marlin_convert.pipeline.expert_job import expert_jobs
@@ -141,15 +147,14 @@ class Conversion:
     def run(self, fetch_progress: Progress | None, confirm: Confirm | None) -> Converted:
         """Do what is left to do in OUT. Raises what `convert` raises."""
         target, out = self.target, self.target.out
-        if self._decide().action is Action.REPLACE and confirm is not None:
-            files = [out / path for path in removable(out, target.source.auxiliary)] if out.exists() else []
-            if files and not confirm(files):
-                raise UsageError(f"{out} was left as it is")
+        self._decide()  # a refusal leaves no trace
         kernel = kernel_check(target) if self.request.verify == "kernel" else None
         with machine_errors(f"creating {out}"):
             out.mkdir(parents=True, exist_ok=True)
         with locked(out):
             decision = self._decide()
+            if decision.action is Action.REPLACE and confirm is not None:
+                self._ask(confirm)
             if not decision.claim:
                 target = self.target = replace(target, identity=target.identity.unclaimed())
             if decision.action is not Action.DONE:
@@ -159,14 +164,24 @@ class Conversion:
                 finish_output(target, self.records, decision.checks, self.stages)
             else:
                 left = []
-            self.work.remove()
+            remove_work(out)
         made = sum(unit.file_size * len(unit.ranks) for unit in left)
         found = len(target.plan.units) - len(left)
         return Converted(out, len(left), made, found, target.plan.total_bytes, self.stages)
 
+    def _ask(self, confirm: Confirm) -> None:
+        """Raise UsageError unless the files that are to be removed may be. Asked under the lock: what is
+        removed is what was shown.
+        """
+        out = self.target.out
+        files = [out / path for path in removable(out, self.target.source.auxiliary)]
+        if files and not confirm(files):
+            raise UsageError(f"{out} was left as it is")
+
     def _decide(self) -> Decision:
         """What may be done with OUT as it is now."""
-        return decide(observe(self.target.out, thorough=self.request.overwrite), self.request)
+        target, request = self.target, self.request
+        return decide(observe(target.out, target.source, thorough=request.overwrite), request)
 
     def _recorded(self) -> dict[str, FinishedUnit]:
         """The records of units that are made and whole."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -149,10 +148,6 @@ class WorkFolder:
             except OSError:
                 return None
         return record
-
-    def remove(self) -> None:
-        """The work is done: nothing of it stays."""
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _path(self, unit: str) -> Path:
         return self.folder / "units" / f"{unit}.json"

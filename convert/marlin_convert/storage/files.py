@@ -138,14 +138,24 @@ def free_space(place: Path) -> int:
 
 def make_folder(folder: Path) -> None:
     """Make a folder, unless it is there. Raises OSError where a link or something else stands in its place:
-    what is written under a name of ours must not land elsewhere.
+    what is written under a name of ours must not land elsewhere, nor where no file can be moved to.
     """
     try:
         folder.mkdir()
     except FileExistsError:
         if folder.is_symlink() or not folder.is_dir():
             what = "a link" if folder.is_symlink() else "no folder"
-            raise OSError(errno.ENOTDIR, f"it is {what}; move it away", str(folder)) from None
+            raise OSError(errno.ENOTDIR, f"{folder} is {what}; move it away", str(folder)) from None
+        if on_its_own(folder):
+            what = "is on another file system than the folder that it is in; unmount it"
+            raise OSError(errno.EXDEV, f"{folder} {what}", str(folder)) from None
+
+
+def on_its_own(folder: Path) -> bool:
+    """Whether a folder is on another file system than the one that it is in: no name can be moved to it, and
+    it cannot be removed.
+    """
+    return folder.lstat().st_dev != folder.parent.stat().st_dev
 
 
 def write_new(path: Path, data: bytes) -> None:

@@ -39,6 +39,7 @@ class ShardFile:
     plain: int = -1
     direct: int | None = None
     writers: int = 0
+    made: os.stat_result | None = None
     lock: Lock = field(default_factory=Lock)
 
     @property
@@ -53,6 +54,7 @@ class ShardFile:
         try:
             self.partial.unlink(missing_ok=True)
             self.plain = os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+            self.made = os.fstat(self.plain)
             _reserve(self.plain, self.size)
             self.direct = open_direct(self.partial, os.O_WRONLY) if self.direct_io else None
             write_all(self.plain, memoryview(head), 0)
@@ -96,6 +98,8 @@ class ShardFile:
         try:
             os.fsync(self.plain)
             drop_cache(self.plain, 0, self.size)
+            if not self._is_mine():
+                raise OSError(errno.ESTALE, "it was moved or replaced meanwhile, as by another process")
             self.close()
             self.partial.replace(self.path)
         except OSError as error:
@@ -111,7 +115,17 @@ class ShardFile:
     def discard(self) -> None:
         """Close and remove what was written so far."""
         self.close()
-        self.partial.unlink(missing_ok=True)
+        if self._is_mine():
+            self.partial.unlink(missing_ok=True)
+
+    def _is_mine(self) -> bool:
+        """Whether what has the name is what was written. Where OUT was moved away meanwhile, or cannot be
+        locked, it may be what another process has begun there.
+        """
+        try:
+            return self.made is not None and os.path.samestat(self.made, self.partial.lstat())
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
 
 def _reserve(descriptor: int, size: int) -> None:
