@@ -286,10 +286,11 @@ def test_records_hold_what_the_manifest_merges(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The record of a unit, before it goes: digests that are those of the files."""
-    from marlin_convert.pipeline.work_folder import WorkFolder
+    from marlin_convert.pipeline import run as pipeline
+    from marlin_convert.pipeline.work_folder import WORK
 
     kept = tmp_path / "kept"
-    monkeypatch.setattr(WorkFolder, "remove", lambda self: shutil.move(self.folder, kept))
+    monkeypatch.setattr(pipeline, "remove_work", lambda out: shutil.move(out / WORK, kept))
     out = tmp_path / "out"
     converted(make(), out, 2)
     assert sorted(path.name for path in (kept / "units").iterdir()) == [

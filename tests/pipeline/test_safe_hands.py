@@ -16,8 +16,10 @@ import pytest
 import trees
 from checkpoints import Checkpoint, make_small
 from marlin_convert import convert, verify
+from marlin_convert.documents.records import FinishedUnit
 from marlin_convert.errors import MachineError, UsageError
 from marlin_convert.pipeline.out_state import OutState, observe
+from marlin_convert.pipeline.work_folder import WorkFolder
 from marlin_convert.storage.writer import ShardFile, finish_files
 
 COMMAND = [sys.executable, "-m", "marlin_convert"]
@@ -333,3 +335,33 @@ def test_a_folder_on_another_file_system_is_refused_before_anything_is_made(
     with pytest.raises(UsageError, match=r"such as rank-00-of-02; move them away"):
         convert(other.folder, out, tp=2, overwrite=True)
     assert everything(out) == before
+
+
+def test_every_folder_above_a_recorded_file_is_durable(
+    source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a unit is recorded its source may go: each name on the way to its files must be on the disk."""
+    synced: list[str] = []
+    sync, record = os.fsync, WorkFolder.record
+    out = tmp_path / "above" / "out"
+
+    def noted(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        sync(descriptor)
+
+    def recording(work: WorkFolder, unit: FinishedUnit) -> None:
+        for file in unit.files:
+            folder = out / ("common" if file.rank is None else f"rank-{file.rank:02}-of-02")
+            name = str(folder / f"{unit.name}.safetensors.partial")
+            # the file, then its own folder; and, after their folders were made, those above
+            assert synced.index(name) < len(synced) - 1 - synced[::-1].index(str(folder))
+            assert synced.index(f"{out}/.work/job.json.partial") < len(synced) - 1 - synced[::-1].index(
+                str(out)
+            )
+            assert {str(tmp_path), str(tmp_path / "above")} <= set(synced)
+        assert synced.count(str(out)) == 2  # for .work, and for the ranks
+        record(work, unit)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(WorkFolder, "record", recording)
+    assert convert(source.folder, out, tp=2).made == 3

@@ -20,7 +20,7 @@ from marlin_convert.documents.records import DownloadRecord
 from marlin_convert.documents.results import DownloadResult
 from marlin_convert.errors import MachineError, SourceError, UsageError
 from marlin_convert.progress import Progress
-from marlin_convert.storage.files import free_space, machine_errors, write_atomic
+from marlin_convert.storage.files import free_space, machine_errors, make_path, write_atomic
 
 #: files at a time, where the options do not say
 WORKERS = 8
@@ -71,7 +71,7 @@ def download(
     else:
         place = Path(options.local_dir)
         with machine_errors(f"creating {place}"):
-            place.mkdir(parents=True, exist_ok=True)
+            make_path(place)
     fetcher.start()
     try:
         fetcher.wait(files)

@@ -46,7 +46,7 @@ from marlin_convert.planning.output_plan import Options, OutputPlan, OutputUnit,
 from marlin_convert.progress import Progress
 from marlin_convert.shards.kept_source import recorded_digests
 from marlin_convert.storage.buffers import BufferPool
-from marlin_convert.storage.files import machine_errors, make_folder
+from marlin_convert.storage.files import machine_errors, make_folder, make_path, sync_folder
 from marlin_convert.storage.reads import PieceReader
 
 #: asked with the files of a conversion that --overwrite is about to remove; False leaves them
@@ -150,7 +150,7 @@ class Conversion:
         self._decide()  # a refusal leaves no trace
         kernel = kernel_check(target) if self.request.verify == "kernel" else None
         with machine_errors(f"creating {out}"):
-            out.mkdir(parents=True, exist_ok=True)
+            make_path(out)
         with locked(out):
             decision = self._decide()
             if decision.action is Action.REPLACE and confirm is not None:
@@ -224,6 +224,7 @@ class Conversion:
                 {(out / plan.path(unit, rank)).parent for unit in plan.units for rank in unit.ranks}
             ):
                 make_folder(folder)
+            sync_folder(out)  # what the source's files are let go for is reached from the root
         return fetcher
 
     def _make(self, left: Sequence[OutputUnit], checks: str, kernel: Check | None, fetcher: Fetcher) -> None:

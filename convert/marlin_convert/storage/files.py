@@ -136,6 +136,15 @@ def free_space(place: Path) -> int:
     return shutil.disk_usage(existing(place)).free
 
 
+def make_path(folder: Path) -> None:
+    """Make a folder and those above it, unless they are there, durably. Raises OSError."""
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in made:
+        with suppress(PermissionError):  # a folder that may be written to and not be read
+            sync_folder(each.parent)
+
+
 def make_folder(folder: Path) -> None:
     """Make a folder, unless it is there. Raises OSError where a link or something else stands in its place:
     what is written under a name of ours must not land elsewhere, nor where no file can be moved to.
