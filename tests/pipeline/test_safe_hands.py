@@ -7,7 +7,7 @@ import pty
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +166,25 @@ def test_a_link_in_place_of_a_document_is_not_written_through(
     else:
         assert trees.tree(out) == undisturbed
     assert target.read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("edit", [lambda card: card + b"mine", lambda card: b"x" + card[1:]])
+def test_an_edited_card_is_kept(
+    source: Checkpoint, out: Path, edit: Callable[[bytes], bytes], overwrite: bool
+) -> None:
+    """People write in it, whether it keeps its size or not; a lost file brings the repair to it."""
+    card, lost = out / "README.md", out / "config.json"
+    undisturbed = trees.tree(out)
+    card.write_bytes(edit(card.read_bytes()))
+    lost.unlink()
+    before = everything(out)
+    with pytest.raises(UsageError, match=r"README\.md was edited or damaged since .* move it away"):
+        convert(str(source.folder), out, tp=2, overwrite=overwrite)
+    assert everything(out) == before
+    card.unlink()
+    convert(str(source.folder), out, tp=2, overwrite=overwrite)
+    assert trees.tree(out) == undisturbed
 
 
 def test_a_folder_behind_a_link_is_neither_emptied_nor_written(

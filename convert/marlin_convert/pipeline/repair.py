@@ -6,7 +6,7 @@ from pathlib import Path
 
 from marlin_convert.documents.manifest import Manifest, Shard, Unit, read_manifest
 from marlin_convert.documents.records import ExpertDigests, FinishedFile, FinishedUnit, JobRecord
-from marlin_convert.errors import OutputError
+from marlin_convert.errors import OutputError, UsageError
 from marlin_convert.pipeline.out_state import missing_files
 from marlin_convert.pipeline.target import Target
 from marlin_convert.pipeline.work_folder import WorkFolder
@@ -19,7 +19,7 @@ def reopen(target: Target, work: WorkFolder, job: JobRecord | None) -> None:
     already, records for its units, and no manifest.
 
     A unit that has lost a file gets none, and is made anew. Raises OutputError where what is kept of the
-    source is gone or damaged too.
+    source is gone or damaged too; see `what_is_kept`.
     """
     out, plan = target.out, target.plan
     manifest = read_manifest(out)
@@ -44,7 +44,14 @@ def reopen(target: Target, work: WorkFolder, job: JobRecord | None) -> None:
 
 
 def what_is_kept(out: Path, manifest: Manifest) -> tuple[KeptSource, bytes]:
-    """What OUT keeps of its source, and digests.bin. Raises OutputError where they are gone or damaged."""
+    """What OUT keeps of its source, and digests.bin. Raises OutputError where they are gone or damaged;
+    UsageError where the model card is not the one that was written: people write in it.
+    """
+    if (out / "README.md").exists() and sound_bytes(out, manifest, "README.md") is None:
+        raise UsageError(
+            f"{out}/README.md was edited or damaged since it was written, and would be written anew; move it"
+            " away, then run the same command again"
+        )
     kept = read_kept_source(out, manifest)
     blob, kept_blob = (sound_bytes(out, manifest, name) for name in ("digests.bin", DIGESTS))
     if blob is None or kept_blob is None:
