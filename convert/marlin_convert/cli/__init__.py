@@ -63,7 +63,7 @@ def main() -> None:
     except KeyboardInterrupt as interrupt:  # while it was said how the run ended
         code = streams.close(_interrupted(interrupt))
         interrupts.ignore()
-    sys.exit(code)
+    interrupts.end(code)
 
 
 def run(arguments: list[str]) -> int:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import NoReturn
 
 from marlin_convert.cli import streams
 
-#: signals after which nothing is waited for any more
+#: signals after which nothing is waited for any more, and seconds after the first one
 IMPATIENT = 3
+PATIENCE = 60
 
 
 class Terminated(KeyboardInterrupt):
@@ -20,8 +23,8 @@ class Terminated(KeyboardInterrupt):
 
 class Interrupts:
     """SIGINT and SIGTERM. The first one raises, and what is half-made is removed while that unwinds. A second
-    one, of either kind, must not break into that. A third ends the process at once, as a kill would: the next
-    run continues all the same.
+    one, of either kind, must not break into that. A third ends the process at once, as a kill would, and so
+    does time: the next run continues all the same.
     """
 
     def __init__(self) -> None:
@@ -41,12 +44,23 @@ class Interrupts:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
+    def end(self, code: int) -> NoReturn:
+        """End the process. After an interrupt not in the interpreter's way: that waits for threads and locks,
+        and ends by SIGINT, without a code, where the first signal came while it compiled something.
+        """
+        if self._signals:
+            os._exit(code)
+        sys.exit(code)
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._signals += 1
         self._code = self._code or 128 + number
         if self._signals >= IMPATIENT:
             os._exit(self._code)
         if self._signals == 1:
+            # what was interrupted in the midst of taking a lock leaves it taken, and others may wait for it
+            signal.signal(signal.SIGALRM, lambda *_: os._exit(self._code))
+            signal.alarm(PATIENCE)
             _announce()
             raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 

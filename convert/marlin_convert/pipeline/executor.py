@@ -4,6 +4,7 @@ bounded by the buffer pool.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from threading import Event, Lock
@@ -19,6 +20,9 @@ from marlin_convert.threads import make_do, start
 
 Job = ExpertJob | TensorJob
 
+#: seconds between two looks at whether all threads have ended
+POLL = 0.01
+
 
 class Executor:
     """Runs jobs on `threads` threads; the one that finishes a unit's last job also completes the unit."""
@@ -33,42 +37,43 @@ class Executor:
         self._lock = Lock()
         self._failure: BaseException | None = None
         self._open_units: list[UnitWork] = []
-        #: of each thread that has begun, what is set when it has ended
-        self._entered: list[Event] = []
+        #: an entry for each thread that has begun to work, and for each that has ended
+        self._entered: list[None] = []
+        self._ended: list[None] = []
 
     def run(self, jobs: Iterator[Job]) -> None:
         """Run all jobs. Fewer threads than wanted are enough. On a failure or an interrupt no further job
         starts, unfinished units are removed, and the first error is raised.
         """
-        # not Thread.join: up to Python 3.12 a signal in the midst of it marks a running thread as ended
-        ended = [Event() for _ in range(self._threads)]
-        begun: list[Event] = []
+        begun = 0
         try:
-            for i, event in enumerate(ended):
-                if not start(partial(self._work_until_done, jobs, event), f"convert-{i}"):
-                    break
-                begun.append(event)
-            make_do(len(begun), len(ended))
-            for event in begun:
-                while not event.wait(0.2):  # with a timeout, so that signals are seen
-                    pass
+            while begun < self._threads and start(partial(self._work_until_done, jobs), f"convert-{begun}"):
+                begun += 1
+            make_do(begun, self._threads)
+            self._wait(lambda: len(self._ended) == begun)
         except BaseException as interrupt:
             self._fail(interrupt)
             # a thread that only begins now finds nothing to do; one whose start was interrupted may be at
             # work
-            for event in list(self._entered):
-                event.wait()
+            self._wait(lambda: len(self._ended) >= len(self._entered))
         if self._failure is not None:
             for work in self._open_units:
                 work.discard()
             raise self._failure
 
-    def _work_until_done(self, jobs: Iterator[Job], ended: Event) -> None:
-        self._entered.append(ended)
+    def _wait(self, over: Callable[[], bool]) -> None:
+        """Without a lock: a signal in the midst of taking one would leave it taken. Nor by Thread.join: up to
+        Python 3.12 a signal in the midst of that marks a running thread as ended.
+        """
+        while not over():
+            time.sleep(POLL)
+
+    def _work_until_done(self, jobs: Iterator[Job]) -> None:
+        self._entered.append(None)
         try:
             self._work(jobs)
         finally:
-            ended.set()
+            self._ended.append(None)
 
     def _work(self, jobs: Iterator[Job]) -> None:
         while True:
