@@ -27,7 +27,6 @@ from marlin_convert.limits import usable_cores
 from marlin_convert.shards.reader import Shards, open_shards
 from marlin_convert.storage.files import PAGE
 from marlin_convert.storage.page_cache import can_tell, resident_pages
-from marlin_convert.storage.reads import OpenFile
 from marlin_convert.storage.shard_file import is_filler
 
 if TYPE_CHECKING:
@@ -123,10 +122,8 @@ def load_shards(
         return LoadedRank(host_tensors(shards, units), "host")
     for shard in chosen:
         shards.mapping(shard)  # checks size and identity before anything is copied
-    if path == "auto":
-        path = "ring" if in_page_cache(shards, chosen) else "direct"
-    best = {"ring": THREADS, "direct": DIRECT_THREADS, "mapped": 1}[path]
-    loaded = LoadedRank({}, path, 1 if path == "mapped" else threads or min(usable_cores(), best))
+    path, threads = way(shards, chosen, path, threads)
+    loaded = LoadedRank({}, path, threads)
     try:
         with torch.cuda.device(device):
             targets = {
@@ -141,6 +138,14 @@ def load_shards(
     loaded.bytes = sum(shard.size for shard in chosen)
     loaded.seconds["total"] = time.perf_counter() - begin
     return loaded
+
+
+def way(shards: Shards, chosen: Sequence[Shard], path: str, threads: int | None = None) -> tuple[str, int]:
+    """How files are read, `auto` being decided, and with how many threads unless they are given."""
+    if path == "auto":
+        path = "ring" if in_page_cache(shards, chosen) else "direct"
+    best = {"ring": THREADS, "direct": DIRECT_THREADS, "mapped": 1}[path]
+    return path, 1 if path == "mapped" else threads or min(usable_cores(), best)
 
 
 def host_tensors(shards: Shards, units: Sequence[str] | None = None) -> dict[str, Tensor]:
@@ -214,21 +219,13 @@ def _copy_ring(
     shards: Shards, chosen: Sequence[Shard], targets: dict[str, Tensor], loaded: LoadedRank
 ) -> None:
     # and numba, which the other ways do without
-    from marlin_convert.engines.ring import CACHED, DIRECT, Part, PinnedRing
+    import torch
+
+    from marlin_convert.engines.ranges import Copier, Range
 
     begin = time.perf_counter()
-    direct = loaded.path == "direct"
-    ring = PinnedRing(loaded.threads, DIRECT if direct else CACHED)
+    copier = Copier(torch.device("cuda"), loaded.threads, loaded.path == "direct")
     loaded.seconds["pin"] = time.perf_counter() - begin
     begin = time.perf_counter()
-    files: list[OpenFile] = []
-    parts: list[Part] = []
-    try:
-        for shard in chosen:
-            files.append(OpenFile(shards.out / shard.path, direct))
-            parts += ring.parts(files[-1], 0, targets[shard.path])
-        ring.copy(parts)
-    finally:
-        for file in files:
-            file.close()
+    copier.copy([Range(shards.out / shard.path, 0, targets[shard.path]) for shard in chosen])
     loaded.seconds["copy"] = time.perf_counter() - begin
