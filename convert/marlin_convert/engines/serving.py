@@ -175,6 +175,6 @@ def refuse_experts(where: str, manifest: Manifest, rank: int, logical: list[int]
         shown = ", ".join(map(str, logical[:4])) + ", ..." * (len(logical) > 4)
         raise UsageError(
             f"{where} holds {len(logical)} experts ({shown}), the shards of rank {rank} are those of"
-            f" {owned.start} to {owned.stop - 1} in order; serve without redundant experts and without another"
-            " expert placement"
+            f" {owned.start} to {owned.stop - 1} in order; serve without redundant experts and with"
+            " each expert at its own place"
         )
