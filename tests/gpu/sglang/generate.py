@@ -1,6 +1,6 @@
 """Token ids that a served model gives: generate.py engine|http|server MODEL RESULT PORT JSON-OF-ARGUMENTS.
 
-`engine` is sgl.Engine with a scheduler process of its own, `http` the server as a user starts it, `server` the
+`engine` is sgl.Engine with its own scheduler process, `http` the server as a user starts it, `server` the
 same with arguments that no flag gives.
 """
 
