@@ -2,6 +2,7 @@
 # make lint        style, format, types
 # make test-fast   the tests that take less than two minutes together
 # make test        all that need no GPU
+# make engines     fetches the wheels of the engines that tests compare with: 45 MB
 # make campaign    breaks a run at every single call; half an hour
 # make mutants     plants mistakes that the tests must notice; writes tests/mutants/RESULTS.md; run by hand
 PYTHON ?= python3
@@ -11,7 +12,7 @@ DEMO ?= demo
 # some tests wait for servers, so one process more than cores is worth it
 PARALLEL ?= -n $(shell expr $$(nproc) + 1) --dist worksteal
 
-.PHONY: demo lint test test-fast campaign mutants schemas wheel clean
+.PHONY: demo lint engines test test-fast campaign mutants schemas wheel clean
 
 $(BIN)/marlin-convert: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -48,6 +49,12 @@ test-fast: $(VENV)/.test
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -m "not gpu and not campaign" $(PARALLEL)
+
+# not installed: tests run parts of their source. Add vllm's versions by ENGINES='vllm==0.33.0', 336 MB each
+ENGINES ?= sglang==0.5.17 sglang==0.5.23
+engines: $(VENV)/.test
+	for engine in $(ENGINES); do $(BIN)/pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
+	    --python-version 3.12 --implementation cp --platform manylinux_2_34_x86_64 --dest .engines $$engine || exit; done
 
 campaign: $(VENV)/.test
 	$(BIN)/python -m pytest -m campaign $(PARALLEL)
