@@ -49,7 +49,7 @@ class Engine:
             "marlin_moe_permute_scales": scales["marlin_moe_permute_scales"],
             "marlin_make_workspace": lambda device, blocks: torch.zeros(132 * blocks, dtype=torch.int32),
             "gptq_marlin_moe_repack": played_repack,
-            "set_weight_attrs": lambda weight, attrs: vars(weight).update(attrs),
+            "set_weight_attrs": set_attributes,
         }
         methods = ["create_weights", "process_weights_after_loading"]
         names = ["GPTQMarlinState", *(f"CompressedTensorsWNA16MoE.{name}" for name in methods)]
@@ -105,6 +105,11 @@ class Engine:
             expert_data=parameter.data[expert],
             **rank,
         )
+
+
+def set_attributes(weight: Tensor, attributes: dict[str, Any]) -> None:
+    for name, value in attributes.items():
+        setattr(weight, name, value)
 
 
 def played_repack(packed: Tensor, perm: Tensor, size_k: int, size_n: int, bits: int) -> Tensor:
