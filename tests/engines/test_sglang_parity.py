@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,9 @@ from engine_sources import WHEELS, parts, source
 from fake_sglang import CompressedTensorsFusedMoEMethod, FakeSglang, LoadConfig, model_config
 from marlin_convert import convert, open_shards
 from marlin_convert.engines.sglang import TESTED
-from marlin_convert.engines.sglang_loader import ShardLoader, moe_layers
+from marlin_convert.engines.sglang_loader import ShardLoader
+from marlin_convert.engines.weights import moe_layers
+from played_repack import played_repack
 
 SCHEMES = "sglang/srt/layers/quantization/compressed_tensors/schemes/compressed_tensors_wNa16_moe.py"
 UTILS = "sglang/srt/layers/quantization/marlin_utils.py"
@@ -110,35 +111,6 @@ class Engine:
 def set_attributes(weight: Tensor, attributes: dict[str, Any]) -> None:
     for name, value in attributes.items():
         setattr(weight, name, value)
-
-
-def played_repack(packed: Tensor, perm: Tensor, size_k: int, size_n: int, bits: int) -> Tensor:
-    """`gptq_marlin_moe_repack` by its definition: codes [K, N] of each expert to mma fragments."""
-    assert (bits, perm.numel()) == (4, 0)
-    found = np.empty((packed.shape[0], size_k // 16, 2 * size_n), np.uint32)
-    words = packed.numpy().view(np.uint32)
-    for expert, matrix in enumerate(words):
-        codes = np.empty((size_k, size_n), np.uint32)
-        for nibble in range(8):
-            codes[nibble::8] = matrix >> np.uint32(4 * nibble) & 15
-        found[expert] = fragments(codes)
-    return torch.from_numpy(found.view(np.int32))
-
-
-def fragments(codes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Words as the 32 threads of a warp read them: thread t of warp w has rows 2(t%4) + {0, 1, 8, 9} and
-    columns 16 w + t//4 + {0, 8} of a tile of 16 x 64.
-    """
-    size_k, size_n = codes.shape
-    words = np.zeros((size_k // 16, 2 * size_n), np.uint32)
-    for thread in range(32):
-        for warp in range(4):
-            row, column = 2 * (thread % 4), 16 * warp + thread // 4
-            places = [(row + down, column + right) for right in (0, 8) for down in (0, 1, 8, 9)]
-            for nibble, place in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
-                k, n = places[place]
-                words[:, 4 * thread + warp :: 128] |= codes[k::16, n::64] << np.uint32(4 * nibble)
-    return words
 
 
 @pytest.fixture(scope="module")

@@ -7,23 +7,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from marlin_convert.documents.manifest import Manifest
 from marlin_convert.engines.serving import Options, Served, open_served, refuse_experts, refuse_untested
 from marlin_convert.engines.sglang import TESTED, as_default
-from marlin_convert.engines.weights import (
-    ShardWeights,
-    fill_with_nan,
-    parameters_of,
-    refuse_nan,
-    refuse_other_tensors,
-)
+from marlin_convert.engines.weights import ShardWeights, fill_routed_experts, moe_layers, refuse_nan
 from marlin_convert.errors import OutputError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -134,28 +127,9 @@ def fill(model: nn.Module, weights: ShardWeights) -> None:
     layers = moe_layers(model)
     for name, layer in layers.items():
         refuse_layer(name, layer, weights)
-    found = parameters_of(model)
-    stacked = {name: p for name, p in found.items() if is_stacked(name, layers, weights)}
-    refuse_other_tensors(weights.shards.out, weights.experts, stacked)
-    fill_with_nan(model)
-    with torch.no_grad():
-        for name, (_, _, stored) in weights.experts.items():
-            stacked[name].resize_(stored.shape)
-        weights.fill_experts(stacked)
-        for layer in layers.values():
-            mark_converted(layer, weights.manifest)
-
-
-def moe_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Layers of routed experts by name."""
-    return {name: module for name, module in model.named_modules() if hasattr(module, "w13_weight_packed")}
-
-
-def is_stacked(name: str, layers: Mapping[str, nn.Module], weights: ShardWeights) -> bool:
-    """Whether a parameter is one that shards store per layer."""
-    module, _, own = name.rpartition(".")
-    suffixes = {stored.rpartition(".")[2] for stored in weights.experts}
-    return module in layers and own in suffixes
+    fill_routed_experts(model, layers, weights)
+    for layer in layers.values():
+        mark_converted(layer)
 
 
 def refuse_layer(name: str, layer: Any, weights: ShardWeights) -> None:
@@ -206,7 +180,7 @@ def logical_experts(layer: Any) -> list[int]:
     return [int(of_layer[expert]) for expert in physical]
 
 
-def mark_converted(layer: Any, manifest: Manifest) -> None:
+def mark_converted(layer: Any) -> None:
     """What SGLang's own post-processing leaves beside the four tensors."""
     from sglang.srt.layers.quantization.marlin_utils import marlin_make_workspace
 
@@ -214,10 +188,6 @@ def mark_converted(layer: Any, manifest: Manifest) -> None:
     for name in ("w13_weight_g_idx", "w2_weight_g_idx", "w13_g_idx_sort_indices", "w2_g_idx_sort_indices"):
         empty = torch.empty((experts, 0), dtype=torch.int32, device=device)
         setattr(layer, name, nn.Parameter(empty, requires_grad=False))
-    hidden, width = manifest.model["hidden_size"], manifest.model["moe_intermediate_size"]
-    for name, shape in (("w13_weight_shape", (width, hidden)), ("w2_weight_shape", (hidden, width))):
-        parameter: Tensor = getattr(layer, name)
-        parameter.copy_(torch.tensor(shape).expand_as(parameter))
     layer.workspace = marlin_make_workspace(device, 4)
     layer.is_marlin_converted = True
 

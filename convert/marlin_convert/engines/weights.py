@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from marlin_convert.documents.manifest import Origin, Shard, StoredTensor, Unit
 from marlin_convert.engines.ranges import Copier, Range, flat
@@ -179,12 +179,43 @@ def _batches(units: Sequence[Unit], sizes: Mapping[str, int]) -> Iterator[list[U
         yield batch
 
 
-def parameters_of(model: torch.nn.Module) -> dict[str, Tensor]:
+def moe_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Layers of routed experts by an engine's name."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "w13_weight_packed")}
+
+
+def fill_routed_experts(model: nn.Module, layers: Mapping[str, nn.Module], weights: ShardWeights) -> None:
+    """Everything of the routed experts of `layers`, by their names in the shards; NaN into all else, which
+    the engine fills. The parameters keep their memory. Raises UsageError where the shards are of another
+    model.
+    """
+    own = {name.rpartition(".")[2] for name in weights.experts}
+    stacked = {
+        f"{path}.{name}": parameter
+        for path, layer in layers.items()
+        for name, parameter in layer.named_parameters(recurse=False)
+        if name in own
+    }
+    refuse_other_tensors(weights.shards.out, weights.experts, stacked)
+    fill_with_nan(model)
+    with torch.no_grad():
+        for name, (_, _, stored) in weights.experts.items():
+            stacked[name].resize_(stored.shape)
+        weights.fill_experts(stacked)
+        sizes = weights.manifest.model
+        hidden, width = sizes["hidden_size"], sizes["moe_intermediate_size"]
+        for layer in layers.values():
+            for name, shape in (("w13_weight_shape", (width, hidden)), ("w2_weight_shape", (hidden, width))):
+                parameter = layer.get_parameter(name)
+                parameter.copy_(torch.tensor(shape).expand_as(parameter))
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
     """All parameters by name, those with two names under both."""
     return dict(model.named_parameters(remove_duplicate=False))
 
 
-def fill_with_nan(model: torch.nn.Module) -> None:
+def fill_with_nan(model: nn.Module) -> None:
     """Make a parameter that nobody fills be seen. Single numbers keep what the engine gave them: it tells by
     them whether a checkpoint had one.
     """
@@ -193,7 +224,7 @@ def fill_with_nan(model: torch.nn.Module) -> None:
             parameter.fill_(NAN)
 
 
-def refuse_nan(model: torch.nn.Module, out: object) -> None:
+def refuse_nan(model: nn.Module, out: object) -> None:
     """Raise OutputError where a float parameter has a NaN."""
     found = {name: p.isnan().any() for name, p in parameters_of(model).items() if _fillable(p)}
     left = [name for name, any_nan in found.items() if any_nan]
