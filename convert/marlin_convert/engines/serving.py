@@ -170,7 +170,9 @@ def refuse_experts(where: str, manifest: Manifest, rank: int, logical: list[int]
     """Raise UsageError where the routed experts that an engine's layer holds, by their numbers in the model
     and in its order, are not those of the shards.
     """
-    owned = Topology(manifest.tp, manifest.ep).expert_range(rank, manifest.model["n_routed_experts"])
+    stored = (t for shard in manifest.shards if shard.rank == rank for t in shard.tensors)
+    experts = next(tensor.shape[0] for tensor in stored if tensor.experts is not None) * manifest.ep
+    owned = Topology(manifest.tp, manifest.ep).expert_range(rank, experts)
     if logical != list(owned):
         shown = ", ".join(map(str, logical[:4])) + ", ..." * (len(logical) > 4)
         raise UsageError(

@@ -11,7 +11,6 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -133,16 +132,6 @@ def turn_experts_round(model: nn.Module) -> None:
                 parameter.copy_(parameter.flip(0))
 
 
-def without_atomics() -> None:
-    """The kernel sums in any order with atomics, and not even a repeat is equal."""
-    from sglang.srt.layers.moe.fused_moe_triton import fused_marlin_moe
-
-    real: Callable[..., Any] = fused_marlin_moe.moe_wna16_marlin_gemm
-    fused_marlin_moe.moe_wna16_marlin_gemm = lambda *args, **kwargs: real(
-        *args, **{**kwargs, "use_atomic_add": False}
-    )
-
-
 def all_equal(one: list[Tensor], other: list[Tensor]) -> bool:
     """Whether two lists of logits are equal, bit for bit."""
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
@@ -155,7 +144,6 @@ def main(source: str, out: str, result: str, *splits: str) -> None:
     load_plugins()
     bench = starting.runner(starting.server_args(source))
     of_source, of_out = bench.torch_runner.model_config, config_of(out)
-    without_atomics()
     first = logits = starting.logits(bench, PROMPTS, STEPS)
     found: dict[str, Any] = {
         "repeat of the default equal": all_equal(first, starting.logits(bench, PROMPTS, STEPS)),

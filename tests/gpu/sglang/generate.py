@@ -16,8 +16,9 @@ from typing import Any
 
 import starting
 
-REQUEST = {
-    "input_ids": [[(11 * i + 5) % 1000 for i in range(40)], [(13 * i + 1) % 1000 for i in range(33)]],
+#: asked one after the other: which of two come together would be chance, and with it the order of sums
+PROMPTS = [[(11 * i + 5) % 1000 for i in range(40)], [(13 * i + 1) % 1000 for i in range(33)]]
+OPTIONS: dict[str, Any] = {
     "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True},
     "return_logprob": True,
 }
@@ -26,12 +27,12 @@ PATIENCE = 180
 
 
 def engine(arguments: dict[str, Any]) -> Any:
-    """Two times the request, by the engine."""
+    """All prompts, two times, by the engine."""
     import sglang
 
     served = sglang.Engine(**arguments)
     try:
-        return [served.generate(**REQUEST) for _ in range(2)]
+        return [[served.generate(input_ids=prompt, **OPTIONS) for prompt in PROMPTS] for _ in range(2)]
     finally:
         served.shutdown()
 
@@ -58,12 +59,13 @@ def serve(arguments: str) -> None:
 
 
 def asked(command: list[str], port: int) -> Any:
-    """What a server answers to the request, two times."""
+    """What a server answers to all prompts, two times."""
     with subprocess.Popen([sys.executable, *command]) as server:
         try:
             address = f"http://127.0.0.1:{port}"
             wait(server, f"{address}/health")
-            return [post(f"{address}/generate", REQUEST) for _ in range(2)]
+            request = f"{address}/generate"
+            return [[post(request, {"input_ids": p, **OPTIONS}) for p in PROMPTS] for _ in range(2)]
         finally:
             server.terminate()
 

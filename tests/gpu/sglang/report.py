@@ -32,7 +32,9 @@ def of_served(name: str, default: Any, ours: Any) -> list[str]:
     ids = [answer["ids"] for answer in [*default, *ours]]
     first = [[one[0] for one in answer["logprobs"]] for answer in (default[0], ours[0])]
     print(f"{name}: token ids {ids[0]}, first logprobs {first}")
-    return [] if all(one == ids[0] for one in ids) else [f"{name}: token ids differ: {ids}"]
+    if any(one != ids[0] for one in ids):
+        return [f"{name}: token ids differ: {ids}"]
+    return [] if first[0] == first[1] else [f"{name}: first logprobs differ: {first}"]
 
 
 def main(folder: Path) -> None:

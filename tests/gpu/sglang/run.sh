@@ -21,9 +21,9 @@ if [ ! -e "$place/.complete" ]; then
     "$python" -c "import sys, tarfile; tarfile.open(sys.argv[1]).extractall(sys.argv[2], filter='fully_trusted')" \
         "${GPU_CARRY:-$root/.gpu}/sglang/site.tar.xz" "$place" && touch "$place/.complete"
 fi
-# The project as it would be installed: its entry points are what SGLang finds it by.
+# The project as it would be installed: its entry points are what SGLang finds it by. And sums that can be repeated.
 printf 'Metadata-Version: 2.1\nName: marlin-convert\nVersion: 0\n' > "$place/plugin/marlin_convert-0.dist-info/METADATA"
-printf '[sglang.srt.plugins]\nmarlin-convert = marlin_convert.engines.sglang:register\n' \
+printf '[sglang.srt.plugins]\nmarlin-convert = marlin_convert.engines.sglang:register\nsteady = steady:register\n' \
     > "$place/plugin/marlin_convert-0.dist-info/entry_points.txt"
 for home in "${CUDA_HOME:-}" /usr/local/cuda-13* /usr/local/cuda; do
     if [ -x "$home/bin/nvcc" ]; then
