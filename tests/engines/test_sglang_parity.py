@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from checkpoints import Checkpoint, expected_packed, expected_scales, make_small
-from engine_sources import WHEELS, parts, source
+from engine_sources import WHEELS, defined, parts, source
 from fake_sglang import CompressedTensorsFusedMoEMethod, FakeSglang, LoadConfig, model_config
 from marlin_convert import convert, open_shards
 from marlin_convert.engines.sglang import TESTED
@@ -27,6 +27,22 @@ from played_repack import played_repack
 SCHEMES = "sglang/srt/layers/quantization/compressed_tensors/schemes/compressed_tensors_wNa16_moe.py"
 UTILS = "sglang/srt/layers/quantization/marlin_utils.py"
 LAYER = "sglang/srt/layers/moe/fused_moe_triton/layer.py"
+#: what the plugin touches, by file; with a dot, a method
+TOUCHED = {
+    "sglang/srt/configs/load_config.py": ["LoadConfig._verify_load_format"],
+    "sglang/srt/model_loader/loader.py": [
+        "get_model_loader",
+        "_get_quantization_config",
+        "_initialize_model",
+        "DefaultModelLoader.load_weights_and_postprocess",
+    ],
+    "sglang/srt/model_loader/utils.py": ["set_default_torch_dtype"],
+    "sglang/srt/utils/hf_transformers/config.py": ["get_config"],
+    "sglang/srt/plugins/hook_registry.py": ["HookRegistry.register", "HookType"],
+    "sglang/srt/runtime_context.py": ["get_parallel", "get_exec"],
+    "sglang/srt/eplb/expert_location.py": ["get_global_expert_location_metadata"],
+    "sglang/srt/layers/quantization/marlin_utils.py": ["marlin_make_workspace"],
+}
 PROJECTIONS = {"w1": "gate", "w3": "up", "w2": "down"}
 
 
@@ -111,6 +127,15 @@ class Engine:
 def set_attributes(weight: Tensor, attributes: dict[str, Any]) -> None:
     for name, value in attributes.items():
         setattr(weight, name, value)
+
+
+@pytest.mark.parametrize("path", TOUCHED)
+@pytest.mark.parametrize("version", TESTED)
+def test_what_the_plugin_touches_is_there(version: str, path: str) -> None:
+    text = source("sglang", version, path)
+    if text is None:
+        pytest.skip(f"no wheel of sglang {version} in {WHEELS}: make engines")
+    assert set(TOUCHED[path]) <= defined(text)
 
 
 @pytest.fixture(scope="module")

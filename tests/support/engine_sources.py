@@ -47,3 +47,14 @@ def parts(text: str, names: Collection[str], given: Mapping[str, Any]) -> dict[s
     missing = methods.keys() - found.keys()
     assert not missing, f"the engine's source has no {missing}"
     return found
+
+
+def defined(text: str) -> set[str]:
+    """Functions and classes at the top of a source, and methods as CLASS.METHOD."""
+    found: set[str] = set()
+    for node in ast.parse(text).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{one.name}" for one in node.body if isinstance(one, ast.FunctionDef)}
+    return found

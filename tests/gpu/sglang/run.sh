@@ -69,7 +69,7 @@ served() { # NAME KIND FORM OUT MORE-ARGUMENTS: the default and ours, both at on
         "{$more, \"load_format\": \"marlin-convert\"}" > "$results/$name-ours.log" 2>&1 &
 }
 eager='"disable_cuda_graph": true, "disable_overlap_schedule": true'
-graphs='"cuda_graph_backend_prefill": "disabled", "cuda_graph_max_bs": 4'
+graphs='"cuda_graph_backend_prefill": "disabled"'
 for form in flat k26; do
     one=$place/out-1-1-$form kind=http more=
     # the tower's processor is code of the published checkpoint, and no flag turns it off

@@ -29,7 +29,6 @@ ARGUMENTS: dict[str, Any] = {
     "random_seed": 1,
 }
 EAGER = {"disable_cuda_graph": True, "disable_overlap_schedule": True}
-GRAPHS = {"cuda_graph_backend_prefill": "disabled", "cuda_graph_max_bs": 4}
 
 
 def server_args(path: str, **more: Any) -> Any:
