@@ -17,7 +17,7 @@ import compare_models
 import starting
 from marlin_convert.bench.cold import evict, resident
 
-ROUNDS = 3
+ROUNDS = 2
 
 
 def files_of(folder: Path) -> list[Path]:

@@ -46,7 +46,7 @@ sources() {
     convert "$place/src-$1" "$place/out-8-8-$1" --tp 8 --ep 8
 }
 layers() { # two layers of full size, 19.6 GB, and rank 0 of eight, 2.5 GB
-    "$python" "$here/make_sources.py" layers "$place/src-layers" || return
+    timeout "${LIMIT:-150}" "$python" "$here/make_sources.py" layers "$place/src-layers" || return
     convert "$place/src-layers" "$place/out-8-1-layers" --tp 8 --ranks 0
 }
 for form in flat k26; do
@@ -62,10 +62,10 @@ port=31000
 served() { # NAME KIND FORM OUT MORE-ARGUMENTS: the default and ours, both at once
     local name=$1 kind=$2 source=$place/src-$3 shards=$4 more=$5
     port=$((port + 700))
-    timeout "${LIMIT:-200}" "$python" "$here/generate.py" "$kind" "$source" "$results/$name-default.json" $port "{$more}" \
+    timeout "${LIMIT:-150}" "$python" "$here/generate.py" "$kind" "$source" "$results/$name-default.json" $port "{$more}" \
         > "$results/$name-default.log" 2>&1 &
     port=$((port + 700))
-    timeout "${LIMIT:-200}" "$python" "$here/generate.py" "$kind" "$shards" "$results/$name-ours.json" $port \
+    timeout "${LIMIT:-150}" "$python" "$here/generate.py" "$kind" "$shards" "$results/$name-ours.json" $port \
         "{$more, \"load_format\": \"marlin-convert\"}" > "$results/$name-ours.log" 2>&1 &
 }
 eager='"disable_cuda_graph": true, "disable_overlap_schedule": true'
@@ -75,7 +75,7 @@ for form in flat k26; do
     # the tower's processor is code of the published checkpoint, and no flag turns it off
     if [ $form = k26 ]; then kind=server more=', "enable_multimodal": false'; fi
     if wanted model; then
-        timeout "${LIMIT:-220}" "$python" "$here/compare_models.py" "$place/src-$form" "$one" "$results/model-$form.json" \
+        timeout "${LIMIT:-150}" "$python" "$here/compare_models.py" "$place/src-$form" "$one" "$results/model-$form.json" \
             "$place/out-2-1-$form" "$place/out-2-2-$form" "$place/out-8-8-$form" > "$results/model-$form.log" 2>&1 &
     fi
     if wanted engine; then served engine-$form engine $form "$one" "$eager$more"; fi
@@ -92,7 +92,7 @@ if wanted tp2 && [ "$("$python" -c 'import torch; print(torch.cuda.device_count(
     say "two GPUs"
 fi
 if wanted measure; then
-    timeout "${LIMIT:-150}" "$python" "$here/measure.py" "$place/src-k26" "$place/src-layers" "$place/out-8-1-layers" \
+    timeout "${LIMIT:-110}" "$python" "$here/measure.py" "$place/src-k26" "$place/src-layers" "$place/out-8-1-layers" \
         "$results/measure.json" > "$results/measure.log" 2>&1
     say "measured"
 fi

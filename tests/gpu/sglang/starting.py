@@ -19,7 +19,7 @@ ARGUMENTS: dict[str, Any] = {
     "sampling_backend": "pytorch",
     "grammar_backend": "none",
     "disable_radix_cache": True,
-    "mem_fraction_static": 0.2,
+    "mem_fraction_static": 0.5,  # of what is free, which a dozen processes share
     "max_total_tokens": 4096,
     "max_running_requests": 8,
     "context_length": 2048,
