@@ -14,10 +14,11 @@ python=${PYTHON:-$carry/build/venv/bin/python}
 mkdir -p "$work/wheels" "$carry/sglang"
 
 # Versions that go together: SGLang 0.5.17 with a transformers that does not know its models yet.
+# What of its dependencies the machine lacks; tests/gpu/sglang/stubs has stand-ins for those that nothing here calls.
 packages=(sglang==0.5.17 apache-tvm-ffi==0.1.11 transformers==5.12.1 tokenizers==0.22.2 compressed-tensors==0.20.1
     pydantic==2.14.4 pydantic-core==2.50.5 openai==2.6.1 gguf==0.19.0 annotated-types typing-inspection typing-extensions
     fastapi starlette uvicorn orjson msgspec pybase64 pyzmq setproctitle partial-json-parser python-multipart distro sniffio
-    dill ipython traitlets loguru opentelemetry-api)
+    dill ipython traitlets loguru opentelemetry-api jsonschema jsonschema-specifications referencing rpds-py)
 for_target=(--only-binary=:all: --python-version 3.12 --implementation cp --platform manylinux2014_x86_64)
 for glibc in 34 28 27 26 24 17 5; do for_target+=(--platform "manylinux_2_${glibc}_x86_64"); done
 "$python" -m pip download -q --no-deps "${for_target[@]}" --platform manylinux1_x86_64 --find-links "$carry/wheels" \
