@@ -141,12 +141,13 @@ DENSEST = {
 @pytest.mark.slow
 @pytest.mark.parametrize("what", DENSEST)
 def test_the_densest_text_takes_less_than_a_gigabyte(what: str) -> None:
+    # not ru_maxrss: that of who started the process counts, too
     program = (
-        "from resource import RUSAGE_SELF, getrusage\n"
+        "import re\n"
         "from marlin_convert.documents.bounds import INDEX, MAX_MARKS\n"
         "from marlin_convert.documents.codec import parse_json\n"
         f"parse_json({DENSEST[what]})\n"
-        "print(getrusage(RUSAGE_SELF).ru_maxrss * 1024)\n"
+        "print(re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read())[1])\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert 100e6 < int(done.stdout) < 1e9
+    assert 100e6 < int(done.stdout) << 10 < 1e9
