@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 import torch
 
@@ -18,14 +19,19 @@ import trees
 from any_document import plain
 from checkpoints import Checkpoint
 from html_pages import read_page
+from marlin_convert.checkpoint.source import open_source as opened_source
+from marlin_convert.checks.kernel import layer_check
 from marlin_convert.checks.kernel.kernel_report import KernelReport
 from marlin_convert.checks.kernel.verify_kernel import verify_kernel
+from marlin_convert.checks.verify import verify
 from marlin_convert.errors import MachineError, SourceError, UsageError
+from marlin_convert.pipeline.run import convert
 from marlin_convert.progress import Point
-from mistakes import Planted, mistakes, plant
+from mistakes import Planted, _open, mistakes, plant
 
 SPLITS = [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4)]
 LAYER = 1
+EXPERTS = "language_model.model.layers.1.mlp.experts"
 SCHEMA = json.loads((Path(__file__).parents[2] / "schemas" / "kernel-report.schema.json").read_text())
 
 Converted = Callable[..., Path]
@@ -115,6 +121,91 @@ def test_every_mistake_is_caught_when_the_source_is_gone(
 
 
 @pytest.mark.parametrize("matrix", ["w13", "w2"])
+def test_experts_exchanged_across_the_layer(
+    converted: Converted, small: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, matrix: str
+) -> None:
+    """Neither of a batch nor neighbours: both are named, and both halves of w13."""
+    monkeypatch.setattr(layer_check, "BATCH", 1)
+    out = shutil.copytree(converted(4), tmp_path / "out")
+    document = json.loads((out / "manifest.json").read_bytes())
+    for view in _open(out, document, LAYER, 2, matrix):
+        view[[0, 3]] = view[[3, 0]]
+        view.flush()
+    found = {finding.expert: finding for finding in check(out, small).findings}
+    assert set(found) == {0, 3}
+    assert found[0].what.endswith("; it looks as if it is expert 3")
+    assert found[3].what.endswith("; it looks as if it is expert 0")
+    assert (" of gate_proj and of up_proj," in found[0].what) == (matrix == "w13")
+    assert {finding.projection for finding in found.values()} == {None if matrix == "w13" else "down_proj"}
+
+
+#: of expert 1: projection, row, group and the bits there; row 70 of gate and up is row 6 of rank 1's slice of
+#: 64, group 5 of down is group 1 of rank 2's
+ODD = [("up_proj", 70, 2, 0x7FC1), ("down_proj", 9, 5, 0xFF80)]
+
+
+@pytest.fixture
+def odd(small: Checkpoint, tmp_path: Path) -> tuple[Path, Path]:
+    """A source with a NaN and an infinite scale, and what was made of it."""
+    folder = shutil.copytree(small.folder, tmp_path / "odd")
+    source = opened_source(str(folder))
+    for projection, row, group, bits in ODD:
+        place = source.tensors[f"{EXPERTS}.1.{projection}.weight_scale"]
+        shape = tuple(place.entry.shape)
+        np.memmap(source.path(place.file), np.uint16, "r+", place.entry.offset, shape)[row, group] = bits
+    convert(str(folder), tmp_path / "out", tp=4, threads=2)
+    return folder, tmp_path / "out"
+
+
+def test_odd_scales_of_the_source_are_named_and_are_no_mistake(odd: tuple[Path, Path]) -> None:
+    source, out = odd
+    assert verify(out, str(source)).ok
+    for given in (str(source), None):
+        report = verify_kernel(out, given, device="cpu", tokens=(9,))
+        assert report.findings == []
+        assert all(verdict.ok and verdict.wrong == 0 for verdict in report.verdicts)
+        assert [verdict.ok for verdict in report.fused] == [True]
+        said = [note.partition(";")[0] for note in report.skipped]
+        assert said == [
+            f"layer 1, expert 1, {projection}: one scale of the source is not finite, the first at row {row},"
+            f" group {group}: {value} (0x{bits:04x})"
+            for (projection, row, group, bits), value in zip(ODD, ("nan", "-inf"), strict=True)
+        ]
+
+
+@pytest.mark.parametrize("bits", [0x3C80, 0x7FC0])
+def test_an_odd_scale_that_was_changed_is_found(odd: tuple[Path, Path], bits: int) -> None:
+    """To a number that the stand-in equals, or to another NaN."""
+    source, out = odd
+    _, scales = _open(out, json.loads((out / "manifest.json").read_bytes()), LAYER, 1, "w13")
+    (at,) = np.argwhere(scales[1] == 0x7FC1)
+    scales[1, at[0], at[1]] = bits
+    scales.flush()
+    (finding,) = verify_kernel(out, str(source), device="cpu", tokens=()).findings
+    assert (finding.layer, finding.expert, finding.projection, finding.rank) == (1, 1, "up_proj", 1)
+    value = {0x3C80: "0.015625", 0x7FC0: "nan"}[bits]
+    assert finding.what == (
+        "w13: one stored scale is not as in the source, the first at row 6 of the slice, group 2 (inputs 64"
+        f" to 95): {value} (0x{bits:04x}) where the original is nan (0x7fc1)"
+    )
+
+
+def test_a_planted_nan_is_named_at_its_place(converted: Converted, small: Checkpoint, tmp_path: Path) -> None:
+    out = shutil.copytree(converted(4), tmp_path / "out")
+    _, scales = _open(out, json.loads((out / "manifest.json").read_bytes()), LAYER, 2, "w13")
+    scales[3, 1, 1] = 0x7FC0
+    scales.flush()
+    report = check(out, small)
+    (finding,) = report.findings
+    assert (finding.expert, finding.projection, finding.rank) == (3, "gate_proj", 2)
+    start = (
+        "w13: one stored scale is not as in the source, the first at row 8 of the slice, group 1 (inputs 32"
+    )
+    assert finding.what.startswith(f"{start} to 63): nan (0x7fc0) where the original is ")
+    assert [verdict.wrong for verdict in report.verdicts if not verdict.ok] == [32]
+
+
+@pytest.mark.parametrize("matrix", ["w13", "w2"])
 def test_mistakes_are_caught_beside_padding(
     converted: Converted, narrow: Checkpoint, tmp_path: Path, matrix: str
 ) -> None:
@@ -129,8 +220,6 @@ def test_mistakes_are_caught_beside_padding(
 def test_what_is_in_the_padding_must_be_nothing(
     converted: Converted, narrow: Checkpoint, tmp_path: Path
 ) -> None:
-    from mistakes import _open
-
     out = shutil.copytree(converted(4, 1, True), tmp_path / "out")
     _, scales = _open(out, json.loads((out / "manifest.json").read_bytes()), LAYER, 0, "w2")
     assert not scales[1, -1].any()
@@ -239,7 +328,7 @@ def test_on_the_command_line(
     plant(out, "gate and up swapped", LAYER, 1, 3)
     code, said, _ = command("verify", out, *arguments)
     assert code == 1
-    assert "layer 1, expert 3, gate_proj, rank 1" in said
+    assert "layer 1, expert 3, rank 1" in said
     code, said, _ = command("verify", out, *arguments, "--report", tmp_path / "report")
     page = read_page(tmp_path / "report" / "kernel-report.html")
     assert "✕ NOT OK" in page.text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.machinery
 import json
 import os
 import resource
@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from any_document import plain
 from marlin_convert import doctor
 from marlin_convert.doctor import examine, place
-from marlin_convert.doctor.gpu import advice
+from marlin_convert.doctor.gpu import advice, find_torch
 from marlin_convert.documents.doctor import Answer, Driver, DriverGpu, ProviderReport, Torch, TorchGpu
 from marlin_convert.extras import installed
 
@@ -137,6 +137,16 @@ def test_torch_is_not_imported_unless_installed() -> None:
     assert found["conversion"]["ok"]
     assert not found["kernel"]["ok"]
     assert "torch is not installed" in found["kernel"]["reason"]
+
+
+def test_a_torch_with_files_missing_is_no_build_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder that is left imports as a package without anything in it."""
+    left = types.ModuleType("torch")
+    left.__spec__ = importlib.machinery.ModuleSpec("torch", None)
+    monkeypatch.setitem(sys.modules, "torch", left)
+    found = find_torch()
+    assert (found.cuda, found.gpus) == (None, ())
+    assert found.problem == "torch is broken: files are missing; install it anew"
 
 
 @NO_GPU

@@ -40,7 +40,7 @@ class Planted:
     rank: int
     expert: int
     matrix: str
-    projection: str
+    projection: str | None
     looks: str
     experts: tuple[int, ...]
     wrong: int | None = None
@@ -118,6 +118,26 @@ def _shift_experts(stacks: _Stacks) -> None:
     stacks.words[-1], stacks.scales[-1] = first
 
 
+def _swap_scale_halves(stacks: _Stacks) -> None:
+    scales = stacks.scales[stacks.index]
+    scales[:] = np.roll(scales, scales.shape[-1] // 2, axis=-1)
+
+
+def _swap_code_halves(stacks: _Stacks) -> None:
+    words = stacks.words[stacks.index]
+    words[:] = np.roll(words, words.shape[-1] // 2, axis=-1)
+
+
+def _swap_scale_columns(stacks: _Stacks) -> None:
+    scales = stacks.scales[stacks.index]
+    scales[:, [0, _SCALE]] = scales[:, [_SCALE, 0]]
+
+
+def _swap_scale_groups(stacks: _Stacks) -> None:
+    scales = stacks.scales[stacks.index]
+    scales[[0, 1]] = scales[[1, 0]]
+
+
 def _one_nibble(stacks: _Stacks) -> None:
     # down's inputs may be padding from 32 on, so the first tile; w13's are never padding
     tile = 0 if stacks.words.shape[1] < stacks.words.shape[2] // 4 else stacks.words.shape[1] // 2
@@ -131,6 +151,10 @@ def _one_scale(stacks: _Stacks) -> None:
 #: mistake -> how to make it, and what the check must say of it ("" where only the place can be told)
 MISTAKES: dict[str, tuple[Callable[[_Stacks], None], str]] = {
     "gate and up swapped": (_swap_halves, "gate and up are swapped"),
+    "gate and up scales swapped": (_swap_scale_halves, "the scales of gate and up are swapped"),
+    "gate and up codes swapped": (_swap_code_halves, "the codes of gate and up are swapped"),
+    "one scale column swapped": (_swap_scale_columns, "the scales of rows 0 and 8 are exchanged"),
+    "scale groups swapped": (_swap_scale_groups, "the scales of groups 0 and 1 are exchanged"),
     "scales not permuted": (_plain_scales, "the scales are not permuted"),
     "scales permuted with the wrong width": (
         _wrong_width,
@@ -142,14 +166,21 @@ MISTAKES: dict[str, tuple[Callable[[_Stacks], None], str]] = {
     "nibbles reversed": (_change_published(_reverse_words), "the nibbles of each word are in reverse order"),
     "experts shifted by one": (_shift_experts, "it is expert {next_expert}"),
     "one nibble": (_one_nibble, ""),
-    "one last bit of one scale": (_one_scale, ""),
+    "one last bit of one scale": (
+        _one_scale,
+        "the codes are right and one scale is not, the first at row 8, group 0: ",
+    ),
 }
 
 
 def mistakes(matrix: str, moe_tp: int) -> list[str]:
     """Those that make sense for a matrix (`w13` or `w2`) cut into `moe_tp` slices."""
-    out = set() if matrix == "w13" else {"gate and up swapped"}
-    return [name for name in MISTAKES if name not in out and (moe_tp > 1 or name != "another rank's slice")]
+    out = "" if matrix == "w13" else "gate and up "
+    return [
+        name
+        for name in MISTAKES
+        if not (out and name.startswith(out)) and (moe_tp > 1 or name != "another rank's slice")
+    ]
 
 
 def plant(out: Path, mistake: str, layer: int, rank: int, expert: int, matrix: str = "w13") -> Planted:
@@ -188,7 +219,7 @@ def plant(out: Path, mistake: str, layer: int, rank: int, expert: int, matrix: s
         rank,
         expert,
         matrix,
-        projection="down_proj" if matrix == "w2" else "gate_proj",
+        projection="down_proj" if matrix == "w2" else "gate_proj" if mistake.startswith("one ") else None,
         looks=looks.format(other_rank=other_rank, next_expert=expert + 1),
         experts=tuple(range(expert, last + 1)) if shifted else (expert,),
         wrong={"one nibble": 1, "one last bit of one scale": document["layout"]["group_size"]}.get(mistake),

@@ -149,8 +149,10 @@ def _show_kernel(found: KernelCheck) -> None:
     for verdict in found.fused:
         error = error_text(verdict.relative_error)
         output.result(f"layer {verdict.layer}, {verdict.tokens} tokens, all ranks: relative error {error}")
-    for line in found.skipped:
+    for line in found.skipped[:SHOWN]:
         output.result(f"not run: {line}")
+    if len(found.skipped) > SHOWN:
+        output.result(f"... and {len(found.skipped) - SHOWN} more; --json lists all")
     _conclude(of_kernel(found))
 
 

@@ -26,7 +26,12 @@ def find_torch() -> Torch:
         import torch
     except Exception as error:
         return Torch(package_version("torch"), None, (), f"torch does not load: {one_line(error)}")
-    cuda = torch.version.cuda
+    try:
+        cuda = torch.version.cuda
+    except AttributeError:  # files of it are missing: the folder that is left imports as an empty package
+        return Torch(
+            package_version("torch"), None, (), "torch is broken: files are missing; install it anew"
+        )
     try:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         gpus = tuple(_gpu(torch, index) for index in range(count))

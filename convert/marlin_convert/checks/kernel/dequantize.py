@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from marlin_convert.checks.kernel.layer_files import Original
+from marlin_convert.checks.kernel.odd_scales import finite
 from marlin_convert.layout.protocol import PROJECTIONS
 
 #: codes and scales kept apart, for the diagnosis; weight = bf16((code - 8) * scale)
@@ -51,6 +52,15 @@ class ExpertWeights:
             codes[projection] = unpack_codes(torch.from_numpy(packed).to(device))
             scales[projection] = torch.from_numpy(scale.view("int16")).to(device).view(torch.bfloat16)
         return ExpertWeights(codes, scales)
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.codes["down_proj"].device
+
+    def finite(self) -> ExpertWeights:
+        """The same with finite scales, as the kernel check runs it."""
+        return ExpertWeights(self.codes, {name: finite(scale) for name, scale in self.scales.items()})
 
     def whole(self, projection: str) -> Tensor:
         """bf16 [out, in]."""

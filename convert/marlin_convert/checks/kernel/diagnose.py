@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from marlin_convert.checks.kernel.dequantize import Pair, weight
+from marlin_convert.checks.kernel.odd_scales import first_place, value
 from marlin_convert.layout.scales import GROUPED, SINGLE
 
 #: share of the elements that a mistake must explain
@@ -15,18 +16,73 @@ FITS = 0.95
 
 
 def diagnose(
-    read: Tensor, pair: Pair, projection: str, others: Callable[[], Iterator[tuple[str, Pair]]]
+    read: Tensor,
+    pair: Pair,
+    stored: Tensor,
+    projection: str,
+    others: Callable[[], Iterator[tuple[str, Pair]]],
 ) -> str:
     """Name the usual mistake that explains `read` [N, K] (weights as the kernel saw them), given the true
-    codes and scales.
+    codes and scales, and the `stored` scales [N, G].
 
     `others` yields what the matrix might be instead: other ranks' slices, neighbouring experts. Returns ""
     where nothing fits.
     """
-    for name, codes, scale in _mistakes(pair, projection, others):
-        if codes.shape == read.shape and (weight(codes, scale) == read).float().mean().item() >= FITS:
-            return name
-    return ""
+    if not _fits(read, weight(*pair)):
+        for name, codes, scale in _mistakes(pair, projection, others):
+            if codes.shape == read.shape and _fits(read, weight(codes, scale)):
+                return name
+    if torch.equal(stored, pair[1]) or not torch.equal(weight(pair[0], stored), read):
+        return ""
+    return _wrong_scales(pair[1], stored)
+
+
+def _fits(read: Tensor, wanted: Tensor) -> bool:
+    return (wanted == read).float().mean().item() >= FITS
+
+
+def _wrong_scales(scale: Tensor, stored: Tensor) -> str:
+    """How stored scales [N, G] differ from the true ones, where they alone explain what was read."""
+    differ = stored != scale
+    for axis, what in ((1, "rows"), (0, "groups")):
+        places = differ.any(dim=axis).nonzero().flatten()
+        if len(places) == 2:
+            true, found = (each.index_select(1 - axis, places) for each in (scale, stored))
+            if torch.equal(true.flip(1 - axis), found):
+                first, second = places.tolist()
+                return f"the scales of {what} {first} and {second} are exchanged"
+    row, group = first_place(differ)
+    number = int(differ.sum())
+    some = "one scale is" if number == 1 else f"{number} scales are"
+    return (
+        f"the codes are right and {some} not, the first at row {row}, group {group}:"
+        f" {value(stored[row, group])} where the original is {value(scale[row, group])}"
+    )
+
+
+class Samples:
+    """Some weights of each expert's true matrices in a layer: enough to know one again that was found in
+    another's place, be it at the other end of the layer.
+    """
+
+    def __init__(self) -> None:
+        self._samples: dict[tuple[int, str], dict[int, Tensor]] = {}
+
+    def add(self, rank: int, name: str, expert: int, matrix: Tensor) -> None:
+        """Remember an expert's matrix `name` on a rank."""
+        self._samples.setdefault((rank, name), {})[expert] = self.sample(matrix)
+
+    def whose(self, rank: int, name: str, expert: int, sample: Tensor) -> int | None:
+        """The other expert whose matrix a sample, found in the place of `expert`, is of."""
+        known = self._samples[rank, name]
+        if _fits(sample, known[expert]):
+            return None
+        return next((other for other, each in known.items() if _fits(sample, each)), None)
+
+    @staticmethod
+    def sample(matrix: Tensor) -> Tensor:
+        """About 512 weights; the step is odd, so that they lie in many columns."""
+        return matrix.reshape(-1)[:: matrix.numel() // 512 | 1].clone()
 
 
 def _mistakes(
@@ -37,6 +93,8 @@ def _mistakes(
         half = codes.shape[0] // 2
         swapped = torch.cat((torch.arange(half, 2 * half), torch.arange(half))).to(codes.device)
         yield "gate and up are swapped", codes[swapped], scale[swapped]
+        yield "the scales of gate and up are swapped", codes, scale[swapped]
+        yield "the codes of gate and up are swapped", codes[swapped], scale
     for order, what in ((GROUPED, "64"), (SINGLE, "32")):
         wrong = _as_if_stored(scale, order)
         if wrong is not None:

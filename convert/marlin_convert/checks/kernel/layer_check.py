@@ -5,22 +5,22 @@ whole routed MoE.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from marlin_convert.checks.findings import Finding
 from marlin_convert.checks.kernel import dequantize
 from marlin_convert.checks.kernel.dequantize import ExpertWeights, Pair
-from marlin_convert.checks.kernel.diagnose import diagnose
 from marlin_convert.checks.kernel.fused_check import FusedCheck
 from marlin_convert.checks.kernel.kernel_report import GEMM_TOLERANCE, KernelReport, Verdict
 from marlin_convert.checks.kernel.layer_files import LayerFiles, Original, Originals
+from marlin_convert.checks.kernel.odd_scales import OddScales, finite, stored_scales
 from marlin_convert.checks.kernel.scope import CheckScope
+from marlin_convert.checks.kernel.wrong_reads import Place, WrongReads, unpadded
 from marlin_convert.kernels.fused_moe import align, make_workspace
 from marlin_convert.kernels.gemm_call import GemmCall, Matrix
 from marlin_convert.kernels.one_hot import read_back
@@ -45,7 +45,11 @@ class LayerCheck:
     device: torch.device
     scope: CheckScope
     report: KernelReport
-    _near: dict[int, ExpertWeights] = field(default_factory=dict)
+    #: experts of the batch with a scale in the source that is not finite
+    _odd: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._wrong = WrongReads(self.files, self.originals, self.report)
 
     def run(self) -> None:
         """Check all experts in scope; results go to the report."""
@@ -55,17 +59,19 @@ class LayerCheck:
                 with self._timed("dequantize"):
                     loaded = original.result()
                     weights = {e: ExpertWeights.load(loaded[i], self.device) for i, e in enumerate(experts)}
-                    self._near = weights
+                    self._wrong.near = weights
+                    self._odd = {e for e, raw in weights.items() if self._wrong.note_odd_source(e, raw)}
                 if fused is not None:
                     with self._timed("fused reference"):
                         for expert, whole in weights.items():
-                            fused.add_reference(expert, whole)
+                            fused.add_reference(expert, whole.finite() if expert in self._odd else whole)
                 for rank, future in pieces.items():
                     with self._timed("read and copy"):
                         matrices = self._matrices(future.result(), len(experts))
                     self._check_rank(rank, experts, weights, matrices)
                     if fused is not None:
-                        fused.keep(rank, experts, matrices)
+                        fused.keep(rank, experts, {name: _runnable(each) for name, each in matrices.items()})
+        self._wrong.name_exchanged()
         if fused is not None:
             with self._timed("fused"):
                 fused.compare(self.provider, self.report)
@@ -127,118 +133,106 @@ class LayerCheck:
         self, rank: int, experts: range, weights: dict[int, ExpertWeights], matrices: dict[str, Matrix]
     ) -> None:
         for name, matrix in matrices.items():
-            expected = {expert: self._expected(name, rank, whole) for expert, whole in weights.items()}
+            places = [Place(name, rank, expert) for expert in experts]
+            odd = (~torch.isfinite(matrix.scales).flatten(1).all(1)).tolist()
+            compared = [
+                self._compare_scales(place, weights[place.expert], matrix.scales[i], odd[i])
+                for i, place in enumerate(places)
+            ]
+            pairs = [pair for pair, _ in compared]
+            expected = [self._expected(name, pair) for pair in pairs]
+            run = _runnable(matrix)
             with self._timed("one-hot"):
-                wrong = self._one_hot(name, rank, experts, expected, matrix)
+                wrong = self._one_hot(places, pairs, expected, run)
             with self._timed("random"):
-                errors = self._random(name, rank, experts, expected, matrix)
-            for i, expert in enumerate(experts):
+                errors = self._random(places, expected, run)
+            for i, place in enumerate(places):
+                self._wrong.samples.add(rank, name, place.expert, expected[i])
                 relative, largest = errors[i]
-                good = not wrong[i] and relative <= GEMM_TOLERANCE
+                count = wrong[i] + compared[i][1] * self.files.shape.scheme.group_size
+                good = not count and relative <= GEMM_TOLERANCE
                 self.report.verdicts.append(
-                    Verdict(self.files.layer, rank, expert, name, wrong[i], relative, largest, good)
+                    Verdict(self.files.layer, rank, place.expert, name, count, relative, largest, good)
                 )
                 self.report.step()
-                if not (good or wrong[i]):
+                if not (good or count):
                     what = (
-                        f"{name}: random activations give a relative error of {relative:.2e}, more than"
+                        f"random activations give a relative error of {relative:.2e}, more than"
                         f" {GEMM_TOLERANCE:.2e}"
                     )
-                    self.report.findings.append(self._finding(what, expert, name, rank))
+                    self._wrong.add(place, what, name)
 
-    def _pair(self, name: str, rank: int, whole: ExpertWeights) -> Pair:
-        index = rank % self.files.moe_tp
-        return whole.w13(index, self.files.moe_tp) if name == "w13" else whole.w2(index, self.files.moe_tp)
+    def _compare_scales(
+        self, place: Place, raw: ExpertWeights, stored: Tensor, odd: bool
+    ) -> tuple[Pair, int]:
+        """Codes and scales of the slice as the kernel must read them, and how many scales that are not finite
+        are wrong. stored: bf16 [G, N], `odd` where some of them are not finite.
+        """
+        codes, source = self._wrong.pair(place.name, place.rank, raw)
+        if not (odd or place.expert in self._odd):
+            return (codes, source), 0
+        shape, w13 = self.files.shape, place.name == "w13"
+        padded, group = self.files.layout.padded(shape), shape.scheme.group_size
+        whole = (
+            dequantize.padded_w13(source, padded) if w13 else dequantize.padded_w2(source, padded // group)
+        )
+        found = stored_scales(stored)
+        compared = OddScales.compare(found, whole)
+        count = int(compared.differ.sum())
+        if count:
+            self._wrong.report_scales(place, compared.differ, found, whole)
+        width = source.shape[0] // 2 if w13 else source.shape[1]
+        return (codes, unpadded(compared.expected, place.name, width)), count
 
-    def _expected(self, name: str, rank: int, whole: ExpertWeights) -> Tensor:
+    def _expected(self, name: str, pair: Pair) -> Tensor:
         """bf16 [N, K] that the kernel must read, padding included."""
         padded = self.files.layout.padded(self.files.shape)
-        matrix = dequantize.weight(*self._pair(name, rank, whole))
+        matrix = dequantize.weight(*pair)
         return (
             dequantize.padded_w13(matrix, padded) if name == "w13" else dequantize.padded_w2(matrix, padded)
         )
 
     def _one_hot(
-        self, name: str, rank: int, experts: range, expected: dict[int, Tensor], matrix: Matrix
+        self, places: Sequence[Place], pairs: Sequence[Pair], expected: Sequence[Tensor], matrix: Matrix
     ) -> list[int]:
         """How many weights of each expert the kernel reads differently; findings for those."""
         counts: list[Tensor] = []
         seen = {}
         for start, read in read_back(self.provider, matrix):
             for i in range(read.shape[0]):
-                want = expected[experts[start + i]]
-                counts.append((read[i].t() != want).sum())
+                counts.append((read[i].t() != expected[start + i]).sum())
                 if self.device.type == "cpu":
                     seen[start + i] = read[i].t()
-        self.report.weights_read_back += sum(want.numel() for want in expected.values())
+        self.report.weights_read_back += sum(want.numel() for want in expected)
         wrong = [int(count) for count in torch.stack(counts).tolist()]  # the only wait for the device
         for i, count in enumerate(wrong):
             if count:
                 read_again = seen.get(i)
                 if read_again is None:
                     read_again = next(read_back(self.provider, matrix[i : i + 1]))[1][0].t()
-                self._report_wrong(name, rank, experts[i], read_again, expected[experts[i]], count)
+                codes, scale = pairs[i]
+                width = scale.shape[0] // 2 if places[i].name == "w13" else scale.shape[1]
+                stored = unpadded(stored_scales(matrix.scales[i]), places[i].name, width)
+                self._wrong.report_weights(places[i], read_again, expected[i], (codes, scale), stored)
         return wrong
 
-    def _report_wrong(
-        self, name: str, rank: int, expert: int, read: Tensor, want: Tensor, count: int
-    ) -> None:
-        at = int((read != want).reshape(-1).int().argmax())
-        n, k = divmod(at, want.shape[1])
-        projection, row = name, n
-        if name == "w13":
-            half = want.shape[0] // 2
-            projection, row = ("gate_proj", n) if n < half else ("up_proj", n - half)
-        elif name == "w2":
-            projection = "down_proj"
-        pair = self._pair(name, rank, self._near[expert])
-        local = self.files.shape.local
-        true = read if local == self.files.layout.padded(self.files.shape) else _unpadded(read, name, local)
-        looks = diagnose(true, pair, name, lambda: self._others(name, rank, expert))
-        what = (
-            f"{name}: {self.report.reader} reads {count} of {want.numel()} weights differently, the first at"
-            f" row {row} of the slice, input {k}: {read[n, k].item():g} where the original is"
-            f" {want[n, k].item():g}" + (f"; it looks as if {looks}" if looks else "")
-        )
-        self.report.findings.append(self._finding(what, expert, projection, rank))
-
-    def _others(self, name: str, rank: int, expert: int) -> Iterator[tuple[str, Pair]]:
-        """What else a matrix might be: another rank's slice, or another expert of the batch."""
-        moe_tp = self.files.moe_tp
-        for index in range(moe_tp):
-            if index != rank % moe_tp:
-                yield (
-                    f"the slice of rank {rank - rank % moe_tp + index}",
-                    self._pair(name, index, self._near[expert]),
-                )
-        for other, whole in self._near.items():
-            if other != expert:
-                yield f"expert {other}", self._pair(name, rank, whole)
-        for other in (expert - 1, expert + 1):
-            if other in self.files.owned(rank) and other not in self._near:
-                original = self.originals(range(other, other + 1))[0]
-                yield f"expert {other}", self._pair(name, rank, ExpertWeights.load(original, self.device))
-
     def _random(
-        self, name: str, rank: int, experts: range, expected: dict[int, Tensor], matrix: Matrix
+        self, places: Sequence[Place], expected: Sequence[Tensor], matrix: Matrix
     ) -> list[tuple[float, float]]:
         """Relative error (norm) and largest absolute error of each expert for `ROWS` random rows each."""
-        generator = torch.Generator().manual_seed(rank * 1_000_003 + experts.start)
+        generator = torch.Generator().manual_seed(places[0].rank * 1_000_003 + places[0].expert)
         x = torch.randn((ROWS, matrix.size_k), generator=generator).to(self.device, torch.bfloat16)
-        ids = torch.arange(len(experts), device=self.device).expand(ROWS, len(experts))
-        alignment, workspace = align(ids, len(experts), 16), make_workspace(self.device)
-        out = self.provider.gemm(GemmCall(x, matrix, alignment, workspace, top_k=len(experts)))
-        out = out.reshape(ROWS, len(experts), -1)
+        ids = torch.arange(len(places), device=self.device).expand(ROWS, len(places))
+        alignment, workspace = align(ids, len(places), 16), make_workspace(self.device)
+        out = self.provider.gemm(GemmCall(x, matrix, alignment, workspace, top_k=len(places)))
+        out = out.reshape(ROWS, len(places), -1)
         errors = []
-        for i, expert in enumerate(experts):
-            want = x.float() @ expected[expert].float().t()
+        for i, matrix_of in enumerate(expected):
+            want = x.float() @ matrix_of.float().t()
             difference = out[:, i].float() - want
             norm = want.norm().clamp_min(1e-30)
             errors.append(torch.stack((difference.norm() / norm, difference.abs().max())))
         return [(float(relative), float(largest)) for relative, largest in torch.stack(errors).tolist()]
-
-    def _finding(self, what: str, expert: int, projection: str, rank: int) -> Finding:
-        return Finding(self.files.path(rank), what, self.files.layer, expert, projection, rank)
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
@@ -249,8 +243,6 @@ class LayerCheck:
         self.report.seconds[stage] = self.report.seconds.get(stage, 0.0) + time.perf_counter() - begin
 
 
-def _unpadded(read: Tensor, name: str, local: int) -> Tensor:
-    if name == "w2":
-        return read[:, :local]
-    padded = read.shape[0] // 2
-    return torch.cat((read[:local], read[padded : padded + local]))
+def _runnable(matrix: Matrix) -> Matrix:
+    """With finite scales."""
+    return replace(matrix, scales=finite(matrix.scales))
