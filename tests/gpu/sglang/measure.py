@@ -50,6 +50,7 @@ def timed(load_format: str, model_config: Any) -> float:
 
 def main(small: str, source: str, out: str, result: str) -> None:
     """Rounds of both, warm, then cold."""
+    from sglang.srt.eplb import expert_location
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
@@ -63,6 +64,11 @@ def main(small: str, source: str, out: str, result: str) -> None:
         for name, _, _, files in loads
     }
     with compare_models.played(out, 0):
+        # where the small model's experts are is told of it alone
+        placement = expert_location.ExpertLocationMetadata.init_trivial(
+            starting.server_args(source), loads[0][2], 0
+        )
+        expert_location.set_global_expert_location_metadata(placement, allow_overwrite=True)
         compare_models.poison = lambda: None  # not what is measured
         for temperature in ("warm", "cold"):
             for _ in range(ROUNDS + (temperature == "warm")):
