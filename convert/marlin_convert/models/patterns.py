@@ -43,6 +43,8 @@ class _Set:
     states: frozenset[int]
     #: whether what comes next does not matter any more
     decided: bool
+    #: whether a text that ends here is matched
+    ends: bool
     moves: dict[str, _Set] = field(default_factory=dict)
 
 
@@ -68,10 +70,13 @@ class Patterns:
             if at.decided:
                 break
             at = at.moves.get(char) or self._step(at, char)
-        return 0 in at.states or 0 in self._closure(at.states, "$")
+        return at.ends
 
     def _set(self, states: frozenset[int]) -> _Set:
-        return self._known.setdefault(states, _Set(states, 0 in states or not states))
+        if (known := self._known.get(states)) is None:
+            ends = 0 in self._closure(states, "$")
+            known = self._known[states] = _Set(states, 0 in states or not states, ends)
+        return known
 
     def _step(self, at: _Set, char: str) -> _Set:
         self._work += len(at.states) + 1
