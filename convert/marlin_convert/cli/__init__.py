@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import sys
@@ -55,6 +56,9 @@ def main() -> None:
     # numpy would start a thread for each core, for products that are not used here; where a limit of
     # processes forbids that, its OpenBLAS interrupts the process
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # headers and manifests are hundreds of thousands of small objects that stay: looking through all of them
+    # again and again for cycles took a quarter of `plan`
+    gc.set_threshold(50_000)
     interrupts = Interrupts()
     interrupts.install()
     try:
