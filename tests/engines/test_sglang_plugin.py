@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.machinery import BuiltinImporter
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,7 +46,12 @@ def test_registering_imports_neither_torch_nor_numba() -> None:
 
 
 def test_registering_never_raises(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sglang", None)
+    with monkeypatch.context() as without:
+        without.delitem(sys.modules, "sglang", raising=False)
+        without.setattr(sys, "meta_path", [BuiltinImporter])  # which finds none
+        plugin.register()
+    assert caplog.text == ""
+    monkeypatch.setitem(sys.modules, "sglang", ModuleType("sglang"))  # another one than expected
     plugin.register()
     assert "cannot be registered with this SGLang; it starts without" in caplog.text
 

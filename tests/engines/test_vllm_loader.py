@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import enum
 import sys
+from importlib.machinery import BuiltinImporter
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -234,6 +235,11 @@ def test_an_untested_version_is_refused(tiny_tp2: Path, monkeypatch: pytest.Monk
 
 
 def test_registering(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setitem(sys.modules, "vllm", None)
+    with monkeypatch.context() as without:
+        without.delitem(sys.modules, "vllm", raising=False)
+        without.setattr(sys, "meta_path", [BuiltinImporter])  # which finds none
+        plugin.register()
+    assert caplog.text == ""
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))  # another one than expected
     plugin.register()
     assert "cannot be registered with this vLLM; it starts without" in caplog.text

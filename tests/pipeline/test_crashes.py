@@ -249,6 +249,28 @@ def test_real_process_interrupted_twice(trial: Trial, tiny_tp2: Path, pause: flo
         trial.assert_continues()
 
 
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_interrupted_where_python_drops_it(name: str, code: int) -> None:
+    """An exception out of a destructor is printed and forgotten, and the run would go on."""
+    program = f"""
+import os, signal
+from marlin_convert.cli.interrupts import Interrupts
+
+class Object:
+    def __del__(self):
+        os.kill(os.getpid(), signal.{name})
+        for _ in range(1000):
+            pass
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+Interrupts().install()
+Object()
+print("it goes on")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
+
+
 @pytest.mark.parametrize("number", ["ENOSPC", "EIO", "EDQUOT"])
 @pytest.mark.parametrize(("call", "share"), places(REFUSALS, quick=REFUSALS[1::3]))
 def test_refused_by_the_disk(trial: Trial, call: str, share: float, number: str) -> None:

@@ -97,7 +97,7 @@ def test_overwrite_spares_a_file_that_is_not_of_a_conversion(
     out = shutil.copytree(whole, tmp_path / "out")
     (out / "note.txt").write_text("mine")
     before = sorted(path for path in out.rglob("*"))
-    with pytest.raises(UsageError, match=r"1 files that are not of a conversion, such as note\.txt"):
+    with pytest.raises(UsageError, match=r"1 file not of a conversion, such as note\.txt"):
         convert(str(source.folder), out, tp=1, overwrite=True)
     assert sorted(path for path in out.rglob("*")) == before
     (out / "note.txt").unlink()

@@ -141,7 +141,7 @@ def test_one_strange_file_saves_all(source: Checkpoint, other: Checkpoint, out: 
     (out / foreign).parent.mkdir(exist_ok=True)
     (out / foreign).write_text("mine")
     before = everything(out)
-    with pytest.raises(UsageError, match=r"files that are not of a conversion.*move them away"):
+    with pytest.raises(UsageError, match=r"files? not of a conversion.*move them away"):
         convert(str(other.folder), out, tp=2, overwrite=True)
     assert everything(out) == before
 

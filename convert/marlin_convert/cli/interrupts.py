@@ -37,6 +37,7 @@ class Interrupts:
         """
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, self._receive)
+        sys.unraisablehook = self._end_where_it_is_ignored
         signal.signal(signal.SIGTERM, self._receive)  # last: who sees it handled may send either
 
     def ignore(self) -> None:
@@ -51,6 +52,14 @@ class Interrupts:
         if self._signals:
             os._exit(code)
         sys.exit(code)
+
+    def _end_where_it_is_ignored(self, ignored: sys.UnraisableHookArgs) -> None:
+        """Python drops what is raised where an object is destroyed, the interrupt with it: the run would go
+        on, and nobody would know. It ends as if it had been killed.
+        """
+        if isinstance(ignored.exc_value, KeyboardInterrupt):
+            os._exit(self._code)
+        sys.__unraisablehook__(ignored)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._signals += 1

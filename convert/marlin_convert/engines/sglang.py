@@ -33,7 +33,9 @@ def register() -> None:
         add_load_format_choices([FORMAT])
         for target, hook in HOOKS.items():
             HookRegistry.register(target, hook, HookType.AROUND)
-    except Exception:
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "sglang":
+            return  # there is none to register with
         logger.exception("%s cannot be registered with this SGLang; it starts without", FORMAT)
 
 

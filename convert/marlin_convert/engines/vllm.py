@@ -36,5 +36,7 @@ def register() -> None:
                 load_weights(model, model_config, self.load_config)
 
         register_model_loader(FORMAT)(ShardLoader)
-    except Exception:
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "vllm":
+            return  # there is none to register with
         logger.exception("%s cannot be registered with this vLLM; it starts without", FORMAT)

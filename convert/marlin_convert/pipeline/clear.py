@@ -21,6 +21,7 @@ from marlin_convert.planning.output_plan import OutputPlan, OutputUnit
 from marlin_convert.shards.kept_source import DIGESTS
 from marlin_convert.storage.files import on_its_own, sync_folder
 from marlin_convert.storage.writer import PARTIAL
+from marlin_convert.words import count
 
 #: what every conversion writes at the top, beside the small files it copies
 OWN = frozenset({"manifest.json", "provenance.json", "digests.bin", "config.json", "README.md"})
@@ -64,7 +65,7 @@ def removable(out: Path, copied: Iterable[str]) -> list[Path]:
             files.append(path)
     if foreign:
         raise UsageError(
-            f"{out} holds {len(foreign)} files that are not of a conversion, such as {foreign[0]}; move them"
+            f"{out} holds {count(len(foreign), 'file')} not of a conversion, such as {foreign[0]}; move them"
             " away, then use --overwrite"
         )
     return sorted(files, key=lambda path: (path != Path("manifest.json"), path))
