@@ -200,6 +200,10 @@ def test_job(tiny: Checkpoint, tmp_path: Path, command: Command) -> None:
     assert command("convert", tiny.folder, out, "--tp", 2)[1].startswith(
         f"{out} is finished already: 5 units"
     )
+    (out / "LICENSE").unlink()
+    assert command("convert", tiny.folder, out, "--tp", 2)[1].startswith(
+        f"{out} is finished: its documents were written; 5 units"
+    )
     for source, against in ((), "the source's digests"), (("--source", tiny.folder), "the source itself"):
         code, stdout, stderr = command("verify", out, *source)
         assert (code, stderr) == (0, "")

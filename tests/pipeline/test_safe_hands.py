@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,8 @@ import pytest
 
 import trees
 from checkpoints import Checkpoint, make_small
-from marlin_convert import convert, verify
+from marlin_convert import convert, plan, verify
+from marlin_convert.checkpoint.index import INDEX_NAME
 from marlin_convert.documents.records import FinishedUnit
 from marlin_convert.errors import MachineError, UsageError
 from marlin_convert.pipeline.out_state import OutState, observe
@@ -168,23 +170,80 @@ def test_a_link_in_place_of_a_document_is_not_written_through(
     assert target.read_bytes() == b"precious"
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("edit", [lambda card: card + b"mine", lambda card: b"x" + card[1:]])
-def test_an_edited_card_is_kept(
-    source: Checkpoint, out: Path, edit: Callable[[bytes], bytes], overwrite: bool
+@pytest.mark.parametrize("lose", [False, True])
+@pytest.mark.parametrize("edit", [lambda text: text + b" ", lambda text: b"x" + text[1:]])
+@pytest.mark.parametrize(
+    "name", ["README.md", "config.json", "LICENSE", "source/config.json", f"rank-01-of-02/{INDEX_NAME}"]
+)
+def test_an_edited_document_is_kept(
+    source: Checkpoint, out: Path, name: str, edit: Callable[[bytes], bytes], lose: bool
 ) -> None:
-    """People write in it, whether it keeps its size or not; a lost file brings the repair to it."""
-    card, lost = out / "README.md", out / "config.json"
+    """Whether it keeps its size or not, whatever brings a run to it: nothing, a lost file, another split."""
+    document, lost = out / name, out / "generation_config.json"
     undisturbed = trees.tree(out)
-    card.write_bytes(edit(card.read_bytes()))
-    lost.unlink()
+    document.write_bytes(edit(document.read_bytes()))
+    if lose:
+        lost.unlink()
     before = everything(out)
-    with pytest.raises(UsageError, match=r"README\.md was edited or damaged since .* move it away"):
-        convert(str(source.folder), out, tp=2, overwrite=overwrite)
-    assert everything(out) == before
-    card.unlink()
-    convert(str(source.folder), out, tp=2, overwrite=overwrite)
+    for tp, overwrite in ((2, False), (2, True), (1, True)):
+        with pytest.raises(UsageError, match=rf"{re.escape(name)} was edited or .* move it away"):
+            convert(str(source.folder), out, tp=tp, overwrite=overwrite)
+        assert str(plan(source.folder, out, tp=tp, overwrite=overwrite).refusal).endswith(
+            "move it away, then run the same command again"
+        )
+        assert everything(out) == before
+    document.unlink()
+    report = convert(str(source.folder), out, tp=2)
+    assert (report.made, report.action) == (0, "repair")
     assert trees.tree(out) == undisturbed
+
+
+def test_all_edited_documents_are_named(source: Checkpoint, out: Path) -> None:
+    for name in ("README.md", "LICENSE"):
+        (out / name).write_bytes(b"mine")
+    with pytest.raises(UsageError, match=r"LICENSE and README\.md were edited .* move them away"):
+        convert(source.folder, out, tp=2)
+
+
+def test_a_document_that_came_while_it_was_made_is_kept(
+    source: Checkpoint, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A night is long enough for notes; what was made is not lost by them."""
+    new, undisturbed = tmp_path / "new", trees.tree(out)
+
+    def broken(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("marlin_convert.pipeline.run.finish_output", broken)
+        with pytest.raises(KeyboardInterrupt):
+            convert(source.folder, new, tp=2)
+    (new / "README.md").write_text("mine")
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"README\.md was edited .* move it away"):
+            convert(source.folder, new, tp=2)
+        assert (new / "README.md").read_text() == "mine"
+    (new / "README.md").unlink()
+    assert convert(source.folder, new, tp=2).made == 0
+    assert trees.tree(new) == undisturbed
+
+
+def test_a_linked_folder_is_read_and_never_written_to(source: Checkpoint, out: Path, tmp_path: Path) -> None:
+    """A rank's files may be moved to another disk; where one of them is lost the manifest stays until the
+    folder is back.
+    """
+    folder, elsewhere = out / "rank-01-of-02", tmp_path / "elsewhere"
+    shutil.move(folder, elsewhere)
+    folder.symlink_to(elsewhere)
+    assert convert(source.folder, out, tp=2).action == "done"
+    (elsewhere / "layer-000.safetensors").unlink()
+    before = everything(out)
+    with pytest.raises(UsageError, match=r"rank-01-of-02 is a link; move it away, then run the same"):
+        convert(source.folder, out, tp=2)
+    assert everything(out) == before
+    folder.unlink()
+    shutil.move(elsewhere, folder)
+    assert convert(source.folder, out, tp=2).made == 1
 
 
 def test_a_folder_behind_a_link_is_neither_emptied_nor_written(
@@ -347,7 +406,7 @@ def test_a_folder_on_another_file_system_is_refused_before_anything_is_made(
     source: Checkpoint, other: Checkpoint, out: Path, mounted: Path
 ) -> None:
     """Nothing can be moved into it at the end, and --overwrite could not remove it."""
-    with pytest.raises(MachineError, match=r"rank-00-of-02 is on another file system .*; unmount it"):
+    with pytest.raises(UsageError, match=r"rank-00-of-02 is on another file system .*; unmount it"):
         convert(source.folder, out, tp=2)
     assert list(mounted.iterdir()) == []
     before = everything(out)

@@ -140,7 +140,7 @@ def command(
             direct_io=direct,
             progress=progress,
             fetch_progress=fetch_progress,
-            confirm=None if yes else _confirm,
+            confirm=_name if yes else _confirm,
         )
     seconds = time.monotonic() - begin
     if as_json:
@@ -148,6 +148,7 @@ def command(
         output.document(
             ConvertResult(
                 str(report.out),
+                report.action,
                 report.made,
                 report.made_bytes,
                 report.found,
@@ -162,10 +163,17 @@ def command(
 
 def _show(report: Converted, out: str, verify: str, seconds: float) -> None:
     """What was made, in words."""
+    there = f"{count(report.found, 'unit')}, {gigabytes(report.output_bytes)}"
+    if report.action == "done":
+        output.result(
+            f"{out} is finished already: {there}; what is in the shards was not looked at: marlin-convert"
+            f" verify {out}"
+        )
+        return
     if report.made == 0:
         output.result(
-            f"{out} is finished already: {count(report.found, 'unit')}, {gigabytes(report.output_bytes)};"
-            f" what is in the files was not looked at: marlin-convert verify {out}"
+            f"{out} is finished: its documents were written; {there}, were there and were not read again:"
+            f" marlin-convert verify {out}"
         )
         return
     found = (
@@ -185,14 +193,20 @@ def _show(report: Converted, out: str, verify: str, seconds: float) -> None:
     output.result(f"check what is on the disk:  marlin-convert verify {out}")
 
 
-def _confirm(files: Sequence[Path]) -> bool:
-    """Name what --overwrite removes and ask. Raises UsageError where nobody can be asked."""
+def _name(files: Sequence[Path]) -> bool:
+    """Name what --overwrite removes."""
     size = sum(path.stat().st_size for path in files)
     output.message(f"--overwrite removes {count(len(files), 'file')}, {gigabytes(size)}:")
     for path in files[:LISTED]:
         output.message(f"  {path}")
     if len(files) > LISTED:
         output.message(f"  and {len(files) - LISTED} more")
+    return True
+
+
+def _confirm(files: Sequence[Path]) -> bool:
+    """Name what --overwrite removes and ask. Raises UsageError where nobody can be asked."""
+    _name(files)
     if streams.json_lines() or not sys.stdin.isatty():
         raise UsageError("nothing was removed, as nobody can be asked here; say so with --overwrite --yes")
     try:

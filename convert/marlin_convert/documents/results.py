@@ -26,6 +26,7 @@ class ConvertResult(Struct, frozen=True):
     """What a run of `convert` did."""
 
     out: Annotated[Text, about("the converted folder")]
+    action: Annotated[Text, about("new, continue, repair, replace, or done: nothing was to do")]
     units_made: Annotated[Count, about("units made now")]
     made_bytes: Annotated[Count, about("bytes of their shard files")]
     units_found: Annotated[Count, about("units that an earlier run had made")]

@@ -11,6 +11,7 @@ import platform
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 
 import msgspec
 
@@ -25,11 +26,13 @@ from marlin_convert.extras import package_version
 from marlin_convert.models.quantization import rewritten
 from marlin_convert.pipeline.build_manifest import build_manifest, digest_file, rank_index, source_digests
 from marlin_convert.pipeline.card import model_card
+from marlin_convert.pipeline.out_state import edited
 from marlin_convert.pipeline.stages import Stages
 from marlin_convert.pipeline.target import Target
-from marlin_convert.pipeline.work_folder import WORK
+from marlin_convert.pipeline.work_folder import WORK, is_marked
 from marlin_convert.planning.output_plan import OutputPlan, rank_folder
-from marlin_convert.storage.files import digest, machine_errors, write_atomic, write_documents
+from marlin_convert.shards.kept_source import may_be_edited
+from marlin_convert.storage.files import digest, machine_errors, read_small, write_atomic, write_documents
 from marlin_convert.storage.shard_file import FORMAT, FORMAT_VERSION
 from marlin_convert.threads import Workers
 
@@ -38,7 +41,9 @@ AT_A_TIME = 8
 
 
 def finish_output(target: Target, records: Mapping[str, FinishedUnit], checks: str, stages: Stages) -> None:
-    """Write everything beside the shards, then the manifest. All of it can be done again after a crash."""
+    """Write everything beside the shards, then the manifest. All of it can be done again after a crash.
+    Raises UsageError where a document of another content is there: a user may have put it there.
+    """
     source, plan, out = target.source, target.plan, target.out
     with machine_errors(f"writing the documents of {out}"):
         documents = {"digests.bin": digest_file(plan, records), "config.json": output_config(source, plan)}
@@ -51,8 +56,26 @@ def finish_output(target: Target, records: Mapping[str, FinishedUnit], checks: s
         files.append(_listed("README.md", card))
         manifest = build_manifest(target, records, files, checks)
         documents |= {"README.md": card, "provenance.json": provenance(source, stages)}
+        _refuse_edited(out, documents)
         write_documents(out, documents, out / WORK / "documents")
         write_atomic(out / "manifest.json", manifest, out / WORK / "manifest.json")
+
+
+def _refuse_edited(out: Path, documents: Mapping[str, bytes]) -> None:
+    theirs = [
+        path
+        for path, data in documents.items()
+        if may_be_edited(path) and os.path.lexists(out / path) and not _holds(out / path, data)
+    ]
+    if theirs:
+        raise edited(out, theirs)
+
+
+def _holds(path: Path, data: bytes) -> bool:
+    """Whether a file has these bytes, or is the provenance of a run before, which has a time of its own."""
+    if path.name == "provenance.json":
+        return is_marked(path)
+    return path.is_file() and path.stat().st_size == len(data) and read_small(path, len(data)) == data
 
 
 def _listed(path: str, data: bytes) -> ListedFile:

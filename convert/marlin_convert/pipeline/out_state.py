@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,13 +12,15 @@ from marlin_convert.documents.manifest import Manifest, read_manifest
 from marlin_convert.documents.records import JobRecord
 from marlin_convert.errors import ConvertError, UsageError
 from marlin_convert.pipeline.work_folder import REMOVING, WORK, WorkFolder, is_marked
-from marlin_convert.shards.kept_source import recorded_digests, sound_bytes
+from marlin_convert.shards.kept_source import may_be_edited, recorded_digests, sound_bytes
+from marlin_convert.storage.files import machine_errors
 
 
 @dataclass(frozen=True)
 class OutState:
     """What lies in OUT. `damaged` is what reading the manifest or the job said, where there is one that
-    cannot be read; `missing` are the files of a finished conversion that are gone or of another size.
+    cannot be read. Of a finished conversion, `missing` are the shards that are gone or of another size and
+    the documents that are gone; `edited` are documents with other bytes than were written.
     """
 
     out: Path
@@ -24,6 +28,7 @@ class OutState:
     job: JobRecord | None = None
     damaged: ConvertError | None = None
     missing: frozenset[str] = frozenset()
+    edited: tuple[str, ...] = ()
     any_record: bool = False
     keeps_digests: bool = False
     #: what is left of a conversion that was being removed, or that has lost its manifest
@@ -36,9 +41,9 @@ class OutState:
         return not (self.manifest or self.job or self.damaged or self.remains)
 
 
-def observe(out: Path, source: Source | None, thorough: bool = False) -> OutState:
-    """Look at OUT, where `source`, if it is known, is to be converted to; `thorough` compares the digests of
-    all listed files but the shards. Raises UsageError where it is no folder.
+def observe(out: Path, source: Source | None) -> OutState:
+    """Look at OUT, where `source`, if it is known, is to be converted to. Raises UsageError where it is no
+    folder, MachineError where a document cannot be read.
     """
     if not out.exists():
         return OutState(out)
@@ -56,15 +61,15 @@ def observe(out: Path, source: Source | None, thorough: bool = False) -> OutStat
     except ConvertError as error:
         damaged = error
     remains = removing or (not ours and is_marked(out / "provenance.json"))
-    lost = frozenset() if manifest is None else missing_files(out, manifest)
-    if manifest is not None and thorough:
-        lost |= {file.path for file in manifest.files if sound_bytes(out, manifest, file.path) is None}
+    lost = frozenset() if manifest is None else lost_shards(out, manifest)
+    gone, edited = ([], []) if manifest is None else _documents(out, manifest)
     return OutState(
         out,
         manifest,
         job,
         damaged,
-        missing=lost,
+        missing=lost | frozenset(gone),
+        edited=tuple(edited),
         any_record=work.any_finished(),
         keeps_digests=source is not None and bool(recorded_digests(out, source)),
         remains=remains,
@@ -80,14 +85,35 @@ def _is_empty(out: Path) -> bool:
     return inside <= {WORK, f"{WORK}/units", f"{WORK}/job.json.partial", f"{WORK}/{REMOVING}.partial"}
 
 
-def missing_files(out: Path, manifest: Manifest) -> frozenset[str]:
-    """Files of a finished conversion that are gone or of another size. What is in the files is for `verify`
-    to say.
+def lost_shards(out: Path, manifest: Manifest) -> frozenset[str]:
+    """Shards of a finished conversion that are gone or of another size. What is in them is for `verify` to
+    say.
     """
-    sizes = {shard.path: shard.size for shard in manifest.shards}
-    sizes |= {file.path: file.size for file in manifest.files}
-    return frozenset(path for path, size in sizes.items() if not _is_there(out / path, size))
+    return frozenset(shard.path for shard in manifest.shards if not _is_there(out / shard.path, shard.size))
 
 
 def _is_there(path: Path, size: int) -> bool:
     return path.is_file() and path.stat().st_size == size
+
+
+def _documents(out: Path, manifest: Manifest) -> tuple[list[str], list[str]]:
+    """The listed files that are gone, and those with other bytes than were written. What nobody writes in is
+    gone where it is damaged.
+    """
+    gone: list[str] = []
+    edited: list[str] = []
+    for file in manifest.files:
+        with machine_errors(f"reading {out / file.path}"):
+            if sound_bytes(out, manifest, file.path) is None:
+                theirs = os.path.lexists(out / file.path) and may_be_edited(file.path)
+                (edited if theirs else gone).append(file.path)
+    return gone, edited
+
+
+def edited(out: Path, paths: Sequence[str]) -> UsageError:
+    """The refusal to write over documents that hold something else than was, or would be, written."""
+    more = f" and {', '.join(paths[1:])}" if paths[1:] else ""
+    return UsageError(
+        f"{out / paths[0]}{more} {'were' if more else 'was'} edited or damaged and would be replaced;"
+        f" move {'them' if more else 'it'} away, then run the same command again"
+    )

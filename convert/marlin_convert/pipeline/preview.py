@@ -11,14 +11,14 @@ from pathlib import Path
 
 from marlin_convert.arguments import refuse_odd
 from marlin_convert.checkpoint.hub_files import HubOptions
-from marlin_convert.checkpoint.source import Source, open_source
+from marlin_convert.checkpoint.source import Source
 from marlin_convert.documents.manifest import read_manifest
 from marlin_convert.errors import ConvertError, MachineError
 from marlin_convert.limits import allow, read_limits
-from marlin_convert.pipeline.begun_commit import begun_commit
 from marlin_convert.pipeline.budget import choose_budget
 from marlin_convert.pipeline.clear import removable, stale_files
 from marlin_convert.pipeline.kernel_check import kernel_check
+from marlin_convert.pipeline.opening import open_and_plan
 from marlin_convert.pipeline.out_state import OutState, observe
 from marlin_convert.pipeline.repair import lost_units, what_is_kept
 from marlin_convert.pipeline.resume import Action, decide, refuse_place
@@ -26,7 +26,7 @@ from marlin_convert.pipeline.run import request_of
 from marlin_convert.pipeline.space import Need, refuse_full_disk
 from marlin_convert.pipeline.work_folder import WorkFolder, locked, staging_of
 from marlin_convert.planning.needs import needs, source_tensors
-from marlin_convert.planning.output_plan import Options, OutputPlan, OutputUnit, plan_output
+from marlin_convert.planning.output_plan import Options, OutputPlan, OutputUnit
 from marlin_convert.planning.plan_report import PlanReport, Prospect, notes_on
 from marlin_convert.storage.disk_rate import read_rate, write_rate
 from marlin_convert.storage.files import existing, free_space, machine_error, machine_errors
@@ -55,22 +55,14 @@ def plan(
     raise for this place. Raises SourceError and UsageError as `convert` does for a source or a request that
     cannot be met anywhere.
     """
-    refuse_odd(
-        tp=tp,
-        ep=ep,
-        threads=threads,
-        memory=memory,
-        lists={"layers": layers, "ranks": ranks},
-        places={"source": source, "out": out},
-    )
-    place = None if out is None else Path(out)
-    opened = open_source(source, hub if place is None else begun_commit(source, place, hub, overwrite))
-    output = plan_output(opened, Options.of(tp, ep, layers, ranks, layout))
+    refuse_odd(threads=threads, memory=memory)
+    options = Options.of(tp, ep, layers, ranks, layout)
+    opened, output = open_and_plan(source, out, options, hub, overwrite)
     allowance = allow(read_limits(), threads, len(output.ranks))
     report = PlanReport(opened, output, tuple(notes_on(opened)), allowance)
-    if place is None:
+    if out is None:
         return report
-    wish = _Wish(opened, output, place, verify, overwrite)
+    wish = _Wish(opened, output, Path(out), verify, overwrite)
     prospect, refusal = wish.foresee(threads, memory)
     return PlanReport(opened, output, report.notes, allowance, prospect, refusal)
 
@@ -88,7 +80,7 @@ class _Wish:
     def foresee(self, threads: int | None, memory: int | None) -> tuple[Prospect | None, ConvertError | None]:
         """What would be done, as far as it can be told, and what would be refused."""
         try:
-            state = observe(self.out, self.source, thorough=self.overwrite)
+            state = observe(self.out, self.source)
             action = self._action(state, threads, memory)
             left, freed = self._left(action)
             fetcher = self.source.store.fetcher(
@@ -143,7 +135,7 @@ class _Wish:
             return units, sum(path.stat().st_size for path in files)
         if action is Action.REPAIR:
             manifest = read_manifest(self.out)
-            what_is_kept(self.out, manifest)
+            what_is_kept(self.out, manifest, self.source)
             lost = lost_units(self.out, manifest)
             return [unit for unit in units if unit.name in lost], 0
         if action is Action.CONTINUE:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from marlin_convert.checkpoint.source import Source
 from marlin_convert.documents.manifest import Manifest, Shard, Unit, read_manifest
 from marlin_convert.documents.records import ExpertDigests, FinishedFile, FinishedUnit, JobRecord
-from marlin_convert.errors import OutputError, UsageError
-from marlin_convert.pipeline.out_state import missing_files
+from marlin_convert.errors import OutputError
+from marlin_convert.pipeline.out_state import lost_shards
 from marlin_convert.pipeline.target import Target
 from marlin_convert.pipeline.work_folder import WorkFolder
-from marlin_convert.shards.kept_source import DIGESTS, ZEROS, KeptSource, read_kept_source, sound_bytes
+from marlin_convert.shards.kept_source import DIGESTS, ZEROS, digests_by_tensor, sound_bytes
 from marlin_convert.storage.files import sync_folder
 
 
@@ -23,7 +24,7 @@ def reopen(target: Target, work: WorkFolder, job: JobRecord | None) -> None:
     """
     out, plan = target.out, target.plan
     manifest = read_manifest(out)
-    kept, blob = what_is_kept(out, manifest)
+    kept, blob = what_is_kept(out, manifest, target.source)
     if job is not None:
         work.begin(job)
     planned = {unit.name for unit in plan.units}
@@ -34,7 +35,7 @@ def reopen(target: Target, work: WorkFolder, job: JobRecord | None) -> None:
                 _record(
                     unit,
                     [shard for shard in manifest.shards if shard.unit == unit.name],
-                    kept.digests,
+                    kept,
                     blob,
                     plan.experts,
                 )
@@ -43,29 +44,23 @@ def reopen(target: Target, work: WorkFolder, job: JobRecord | None) -> None:
     sync_folder(out)
 
 
-def what_is_kept(out: Path, manifest: Manifest) -> tuple[KeptSource, bytes]:
-    """What OUT keeps of its source, and digests.bin. Raises OutputError where they are gone or damaged;
-    UsageError where the model card is not the one that was written: people write in it.
+def what_is_kept(out: Path, manifest: Manifest, source: Source) -> tuple[dict[str, bytes], bytes]:
+    """The digests of the source's tensors that OUT keeps, and digests.bin. Raises OutputError where they are
+    gone or damaged.
     """
-    if (out / "README.md").exists() and sound_bytes(out, manifest, "README.md") is None:
-        raise UsageError(
-            f"{out}/README.md was edited or damaged since it was written, and would be written anew; move it"
-            " away, then run the same command again"
-        )
-    kept = read_kept_source(out, manifest)
-    blob, kept_blob = (sound_bytes(out, manifest, name) for name in ("digests.bin", DIGESTS))
-    if blob is None or kept_blob is None:
+    blob, kept = (sound_bytes(out, manifest, name) for name in ("digests.bin", DIGESTS))
+    if blob is None or kept is None:
         name = "digests.bin" if blob is None else DIGESTS
         raise OutputError(
             f"{out}/{name} is damaged or missing, so what is left cannot be reused; start again with"
             " --overwrite"
         )
-    return kept, blob
+    return digests_by_tensor(source.headers, kept), blob
 
 
 def lost_units(out: Path, manifest: Manifest) -> set[str]:
     """Units of which a file is gone or of another size."""
-    missing = missing_files(out, manifest)
+    missing = lost_shards(out, manifest)
     return {shard.unit for shard in manifest.shards if shard.path in missing}
 
 

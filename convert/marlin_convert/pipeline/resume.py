@@ -20,10 +20,12 @@ from marlin_convert.documents.identity import SourceIdentity
 from marlin_convert.documents.manifest import Manifest
 from marlin_convert.documents.records import JobOptions, JobRecord
 from marlin_convert.errors import ConvertError, SourceError, UsageError
-from marlin_convert.pipeline.out_state import OutState
+from marlin_convert.pipeline.out_state import OutState, edited
 from marlin_convert.pipeline.target import Target
 from marlin_convert.pipeline.work_folder import WORK, is_marked
 from marlin_convert.planning.output_plan import OutputPlan
+from marlin_convert.shards.kept_source import DIGESTS
+from marlin_convert.storage.files import refuse_in_place_of
 from marlin_convert.storage.shard_file import FORMAT, FORMAT_VERSION
 from marlin_convert.words import ranges
 
@@ -78,13 +80,23 @@ class Decision:
 
 def decide(state: OutState, request: Request) -> Decision:
     """What may be done. Raises UsageError for an OUT that is the source, lies in it or holds something else,
-    and for options other than OUT was made with; SourceError for another source; OutputError where OUT is
-    damaged.
+    for a document that was edited, for a link in place of a folder that is written to, and for options other
+    than OUT was made with; SourceError for another source; OutputError where OUT is damaged.
     """
     out = state.out
     refuse_place(state, request.target.source)
-    if request.overwrite:
-        return _spare_or_replace(state, request)
+    if state.edited:
+        raise edited(state.out, state.edited)
+    decision = _spare_or_replace(state, request) if request.overwrite else _go_on(state, request)
+    if decision.action not in (Action.DONE, Action.REPLACE):
+        for folder in (*request.target.plan.folders, "source", "source/headers", WORK):
+            refuse_in_place_of(out / folder)
+    return decision
+
+
+def _go_on(state: OutState, request: Request) -> Decision:
+    """Without --overwrite: with what is there, or not at all."""
+    out = state.out
     if state.remains:
         raise UsageError(
             f"{out} holds files of a conversion but no manifest.json; use --overwrite to make it again"
@@ -119,13 +131,12 @@ def _may_claim(state: OutState, request: Request) -> bool:
 def _spare_or_replace(state: OutState, request: Request) -> Decision:
     """With --overwrite: what the same job has made already is kept, whatever else is there is removed."""
     replace_it = Decision(Action.REPLACE, request.verify, request.job)
-    if any(path == "digests.bin" or path.startswith("source/") for path in state.missing):
+    if not state.missing.isdisjoint(("digests.bin", DIGESTS)):
         return replace_it  # without these nothing that is left can be proven
     try:
-        decision = decide(state, dataclasses.replace(request, overwrite=False))
+        return _go_on(state, dataclasses.replace(request, overwrite=False))
     except ConvertError:
         return replace_it
-    return decision
 
 
 def refuse_place(state: OutState, source: Source) -> None:

@@ -14,10 +14,9 @@ from marlin_convert.arguments import refuse_odd
 from marlin_convert.checkpoint.fetcher import Fetcher
 from marlin_convert.checkpoint.hub_files import HubOptions
 from marlin_convert.checkpoint.identify import identify, stamps
-from marlin_convert.checkpoint.source import Source, open_source
+from marlin_convert.checkpoint.source import Source
 from marlin_convert.documents.records import FinishedUnit
 from marlin_convert.errors import SourceError, UsageError
-from marlin_convert.pipeline.begun_commit import begun_commit
 from marlin_convert.pipeline.budget import Budget, choose_budget
 from marlin_convert.pipeline.clear import (
     clear_output,
@@ -31,6 +30,7 @@ from marlin_convert.pipeline.executor import Executor, Job
 from marlin_convert.pipeline.expert_job import expert_jobs
 from marlin_convert.pipeline.finish import finish_output
 from marlin_convert.pipeline.kernel_check import Check, kernel_check
+from marlin_convert.pipeline.opening import open_and_plan
 from marlin_convert.pipeline.out_state import observe
 from marlin_convert.pipeline.recheck import compare_recorded
 from marlin_convert.pipeline.repair import reopen
@@ -42,7 +42,7 @@ from marlin_convert.pipeline.tensor_job import tensor_jobs
 from marlin_convert.pipeline.unit_work import UnitWork
 from marlin_convert.pipeline.work_folder import WorkFolder, locked, staging_of
 from marlin_convert.planning.needs import needs
-from marlin_convert.planning.output_plan import Options, OutputPlan, OutputUnit, plan_output
+from marlin_convert.planning.output_plan import Options, OutputPlan, OutputUnit
 from marlin_convert.progress import Progress
 from marlin_convert.shards.kept_source import recorded_digests
 from marlin_convert.storage.buffers import BufferPool
@@ -55,11 +55,13 @@ Confirm = Callable[[Sequence[Path]], bool]
 
 @dataclass(frozen=True)
 class Converted:
-    """What a run did: units made now, with the bytes of their files, and found finished; bytes of all shard
-    files; seconds and bytes per stage, summed over threads.
+    """What a run did: how it went on in OUT (`new`, `continue`, `repair`, `replace`, or `done` where nothing
+    was to do); units made now, with the bytes of their files, and found finished; bytes of all shard files;
+    seconds and bytes per stage, summed over threads.
     """
 
     out: Path
+    action: str
     made: int
     made_bytes: int
     found: int
@@ -100,16 +102,9 @@ def convert(
     Raises UsageError for options that conflict with each other or with what OUT holds; SourceError for a
     source that is not what it should be; MachineError where disk or machine failed.
     """
-    refuse_odd(
-        tp=tp,
-        ep=ep,
-        threads=threads,
-        memory=memory,
-        lists={"layers": layers, "ranks": ranks},
-        places={"source": source, "out": out},
-    )
-    opened = open_source(source, begun_commit(source, Path(out), hub, overwrite))
-    plan = plan_output(opened, Options.of(tp, ep, layers, ranks, layout))
+    refuse_odd(threads=threads, memory=memory)
+    options = Options.of(tp, ep, layers, ranks, layout)
+    opened, plan = open_and_plan(source, out, options, hub, overwrite)
     request = request_of(opened, plan, Path(out), verify, overwrite)
     budget = choose_budget(request.target, threads, memory)
     return Conversion(request.target, request, budget, direct_io, progress).run(fetch_progress, confirm)
@@ -167,7 +162,9 @@ class Conversion:
             remove_work(out)
         made = sum(unit.file_size * len(unit.ranks) for unit in left)
         found = len(target.plan.units) - len(left)
-        return Converted(out, len(left), made, found, target.plan.total_bytes, self.stages)
+        return Converted(
+            out, decision.action.value, len(left), made, found, target.plan.total_bytes, self.stages
+        )
 
     def _ask(self, confirm: Confirm) -> None:
         """Raise UsageError unless the files that are to be removed may be. Asked under the lock: what is
@@ -181,7 +178,7 @@ class Conversion:
     def _decide(self) -> Decision:
         """What may be done with OUT as it is now."""
         target, request = self.target, self.request
-        return decide(observe(target.out, target.source, thorough=request.overwrite), request)
+        return decide(observe(target.out, target.source), request)
 
     def _recorded(self) -> dict[str, FinishedUnit]:
         """The records of units that are made and whole."""
@@ -220,10 +217,8 @@ class Conversion:
         with machine_errors(f"beginning in {out}"):
             if decision.job is not None and decision.action is not Action.REPAIR:
                 self.work.begin(decision.job)
-            for folder in sorted(
-                {(out / plan.path(unit, rank)).parent for unit in plan.units for rank in unit.ranks}
-            ):
-                make_folder(folder)
+            for folder in plan.folders:
+                make_folder(out / folder)
             sync_folder(out)  # what the source's files are let go for is reached from the root
         return fetcher
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from marlin_convert.arguments import refuse_odd
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.documents.bounds import LISTED, MAX_STORED, RECORD
 from marlin_convert.documents.manifest import Padding
@@ -44,7 +45,10 @@ class Options:
     def of(
         tp: int, ep: int, layers: Sequence[int] | None, ranks: Sequence[int] | None, layout: str | None
     ) -> Options:
-        """Options as the verbs take them; `layout` None is the default one."""
+        """Options as the verbs take them; `layout` None is the default one. Raises UsageError for what cannot
+        be meant.
+        """
+        refuse_odd(tp=tp, ep=ep, lists={"layers": layers, "ranks": ranks})
         wanted = None if layers is None else tuple(layers)
         return Options(tp, ep, wanted, None if ranks is None else tuple(ranks), layout or DEFAULT_LAYOUT)
 
@@ -120,6 +124,11 @@ class OutputPlan:
             if rank is None
             else f"{rank_folder(rank, self.topology.tp)}/{unit.name}.safetensors"
         )
+
+    @property
+    def folders(self) -> list[str]:
+        """The folders of all shards, inside OUT."""
+        return sorted({self.path(u, r).rpartition("/")[0] for u in self.units for r in u.ranks})
 
     def metadata(self, unit: OutputUnit, rank: int | None, source_id: str) -> dict[str, str]:
         """The identity in a shard's header."""

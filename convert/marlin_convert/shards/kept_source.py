@@ -24,6 +24,8 @@ from marlin_convert.storage.files import digest, read_small
 ZEROS = bytes(16)
 #: the digests of the source's tensors, in OUT
 DIGESTS = "source/digests.bin"
+#: where the headers of the source's files are, packed, in OUT
+HEADERS = "source/headers/"
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,11 @@ def sound_bytes(out: Path, manifest: Manifest, name: str) -> bytes | None:
         return None
     data = read_small(path, LISTED)
     return data if digest(data).hex() == listed.digest else None
+
+
+def may_be_edited(name: str) -> bool:
+    """Whether a listed file is one that people write in: all but digests and packed headers."""
+    return name not in ("digests.bin", DIGESTS) and not name.startswith(HEADERS)
 
 
 def unpacked(packed: bytes, most: int) -> bytes:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from marlin_convert.errors import ConvertError, MachineError
+from marlin_convert.errors import ConvertError, MachineError, UsageError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -146,18 +146,26 @@ def make_path(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, unless it is there. Raises OSError where a link or something else stands in its place:
-    what is written under a name of ours must not land elsewhere, nor where no file can be moved to.
-    """
+    """Make a folder, unless it is there. Raises UsageError as `refuse_in_place_of` does."""
     try:
         folder.mkdir()
     except FileExistsError:
-        if folder.is_symlink() or not folder.is_dir():
-            what = "a link" if folder.is_symlink() else "no folder"
-            raise OSError(errno.ENOTDIR, f"{folder} is {what}; move it away", str(folder)) from None
-        if on_its_own(folder):
-            what = "is on another file system than the folder that it is in; unmount it"
-            raise OSError(errno.EXDEV, f"{folder} {what}", str(folder)) from None
+        refuse_in_place_of(folder)
+
+
+def refuse_in_place_of(folder: Path) -> None:
+    """Raise UsageError where a link or something else stands in the place of a folder of ours: what is
+    written under its name must not land elsewhere, nor where no file can be moved to.
+    """
+    if not os.path.lexists(folder):
+        return
+    if folder.is_symlink() or not folder.is_dir():
+        what = f"is {'a link' if folder.is_symlink() else 'no folder'}; move it away"
+    elif on_its_own(folder):
+        what = "is on another file system than the folder that it is in; unmount it"
+    else:
+        return
+    raise UsageError(f"{folder} {what}, then run the same command again")
 
 
 def on_its_own(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Which commit of a repository a run is for: that of what was begun in OUT, where none is asked for."""
+"""Open the source for an OUT: a repository without a revision at the commit that OUT was begun from."""
 
 from __future__ import annotations
 
@@ -7,11 +7,30 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
+from marlin_convert.arguments import refuse_odd
 from marlin_convert.checkpoint.hub_files import HubOptions
-from marlin_convert.checkpoint.source import is_repository
+from marlin_convert.checkpoint.source import Source, is_repository, open_source
 from marlin_convert.documents.identity import SourceIdentity
 from marlin_convert.errors import ConvertError, MachineWarning
 from marlin_convert.pipeline.out_state import observe
+from marlin_convert.planning.output_plan import Options, OutputPlan, plan_output
+
+
+def open_and_plan(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str] | None,
+    options: Options,
+    hub: HubOptions | None,
+    overwrite: bool,
+) -> tuple[Source, OutputPlan]:
+    """The source as it is to be read for OUT, and what is to be written there. Raises UsageError,
+    SourceError.
+    """
+    refuse_odd(places={"source": source, "out": out})
+    if out is not None:
+        hub = begun_commit(source, Path(out), hub, overwrite)
+    opened = open_source(source, hub)
+    return opened, plan_output(opened, options)
 
 
 def begun_commit(
