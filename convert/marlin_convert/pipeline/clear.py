@@ -16,7 +16,7 @@ from pathlib import Path, PurePath
 from marlin_convert.checkpoint.index import INDEX_NAME
 from marlin_convert.documents.manifest import read_manifest
 from marlin_convert.errors import ConvertError, UsageError
-from marlin_convert.pipeline.work_folder import REMOVING, WORK, WorkFolder
+from marlin_convert.pipeline.work_folder import BEFORE, REMOVING, WORK, WorkFolder
 from marlin_convert.planning.output_plan import OutputPlan, OutputUnit
 from marlin_convert.shards.kept_source import DIGESTS
 from marlin_convert.storage.files import on_its_own, sync_folder
@@ -34,6 +34,7 @@ FORMS = re.compile(
     | (?: rank-\d+-of-\d+ | common ) / (?: layer-\d+ | top | common ) \.safetensors {_PARTIAL}
     | source / (?: config\.json | README\.md | digests\.bin | {_INDEX} | headers / [^/]+ \.gz )
     | {_WORK} / (?: job\.json | {_REMOVING} | manifest\.json | units / [^/]+ \.json ) {_PARTIAL}
+    | {_WORK} / {BEFORE} / manifest\.json
     | {_WORK} / documents / \d+
     | {_WORK} / staging / .+
     """
@@ -41,7 +42,7 @@ FORMS = re.compile(
 FOLDERS = re.compile(
     rf"""(?x)
     rank-\d+-of-\d+ | common | source | source/headers
-    | {_WORK} (?: / (?: units | documents | staging (?: /.+ )? ) )?
+    | {_WORK} (?: / (?: units | documents | {BEFORE} | staging (?: /.+ )? ) )?
     """
 )
 

@@ -17,6 +17,7 @@ import msgspec
 
 from marlin_convert.checkpoint.index import INDEX_NAME
 from marlin_convert.checkpoint.source import Source
+from marlin_convert.documents.bounds import LISTED
 from marlin_convert.documents.codec import NO_DIGEST, sealed
 from marlin_convert.documents.engine_files import quantization_config
 from marlin_convert.documents.manifest import ListedFile
@@ -29,10 +30,10 @@ from marlin_convert.pipeline.card import model_card
 from marlin_convert.pipeline.out_state import edited
 from marlin_convert.pipeline.stages import Stages
 from marlin_convert.pipeline.target import Target
-from marlin_convert.pipeline.work_folder import WORK, is_marked
+from marlin_convert.pipeline.work_folder import WORK, WorkFolder, is_marked
 from marlin_convert.planning.output_plan import OutputPlan, rank_folder
 from marlin_convert.shards.kept_source import may_be_edited
-from marlin_convert.storage.files import digest, machine_errors, read_small, write_atomic, write_documents
+from marlin_convert.storage.files import digest, file_digest, machine_errors, write_atomic, write_documents
 from marlin_convert.storage.shard_file import FORMAT, FORMAT_VERSION
 from marlin_convert.threads import Workers
 
@@ -62,20 +63,27 @@ def finish_output(target: Target, records: Mapping[str, FinishedUnit], checks: s
 
 
 def _refuse_edited(out: Path, documents: Mapping[str, bytes]) -> None:
-    theirs = [
-        path
-        for path, data in documents.items()
-        if may_be_edited(path) and os.path.lexists(out / path) and not _holds(out / path, data)
-    ]
+    """Raise UsageError where a document is there that neither is to be written nor was written before."""
+    before = WorkFolder(out).before()
+    theirs = []
+    for path, data in documents.items():
+        if not os.path.lexists(out / path) or not may_be_edited(path):
+            continue
+        if path == "provenance.json":  # it has the time of its run
+            known = is_marked(out / path)
+        else:
+            known = _digest_of(out / path) in (digest(data).hex(), before.get(path))
+        if not known:
+            theirs.append(path)
     if theirs:
         raise edited(out, theirs)
 
 
-def _holds(path: Path, data: bytes) -> bool:
-    """Whether a file has these bytes, or is the provenance of a run before, which has a time of its own."""
-    if path.name == "provenance.json":
-        return is_marked(path)
-    return path.is_file() and path.stat().st_size == len(data) and read_small(path, len(data)) == data
+def _digest_of(path: Path) -> str | None:
+    try:
+        return file_digest(path, LISTED)[1]
+    except OSError:
+        return None  # a folder, a pipe or a link to nowhere
 
 
 def _listed(path: str, data: bytes) -> ListedFile:

@@ -12,12 +12,11 @@ from marlin_convert.pipeline.out_state import lost_shards
 from marlin_convert.pipeline.target import Target
 from marlin_convert.pipeline.work_folder import WorkFolder
 from marlin_convert.shards.kept_source import DIGESTS, ZEROS, digests_by_tensor, sound_bytes
-from marlin_convert.storage.files import sync_folder
 
 
 def reopen(target: Target, work: WorkFolder, job: JobRecord | None) -> None:
     """Turn a finished OUT that has lost files into one that is being made: the job unless it is there
-    already, records for its units, and no manifest.
+    already, records for its units, and the manifest set aside.
 
     A unit that has lost a file gets none, and is made anew. Raises OutputError where what is kept of the
     source is gone or damaged too; see `what_is_kept`.
@@ -40,8 +39,7 @@ def reopen(target: Target, work: WorkFolder, job: JobRecord | None) -> None:
                     plan.experts,
                 )
             )
-    (out / "manifest.json").unlink()
-    sync_folder(out)
+    work.set_aside()
 
 
 def what_is_kept(out: Path, manifest: Manifest, source: Source) -> tuple[dict[str, bytes], bytes]:

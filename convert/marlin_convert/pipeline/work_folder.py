@@ -12,6 +12,7 @@ from pathlib import Path
 
 from marlin_convert.documents.bounds import JOB, RECORD
 from marlin_convert.documents.codec import begins_ours, read, write
+from marlin_convert.documents.manifest import read_manifest
 from marlin_convert.documents.records import FinishedUnit, JobRecord, read_record, write_record
 from marlin_convert.errors import MachineError, MachineWarning, OutputError
 from marlin_convert.planning.output_plan import OutputPlan, OutputUnit
@@ -30,6 +31,8 @@ from marlin_convert.storage.files import (
 WORK = ".work"
 #: in it while a conversion is being removed: what is left still carries our mark
 REMOVING = "removing.json"
+#: in it while a finished conversion is being mended: a folder with its manifest
+BEFORE = "before"
 #: how file systems say that they lock nothing, or no folders (NFS: EBADF)
 NO_LOCKS = UNSUPPORTED | {errno.ENOLCK, errno.EBADF, errno.EISDIR}
 #: what opening a file of ours says where there is none: nothing, a link, or something in its place or above
@@ -117,6 +120,21 @@ class WorkFolder:
         make_folder(self.folder)
         write_atomic(self.folder / REMOVING, b'{"format": "marlin-convert"}\n')
         sync_folder(self.out)
+
+    def set_aside(self) -> None:
+        """From now on OUT is being mended: its manifest no longer stands for what is there."""
+        make_folder(self.folder / BEFORE)
+        os.replace(self.out / "manifest.json", self.folder / BEFORE / "manifest.json")
+        sync_folder(self.folder / BEFORE)
+        sync_folder(self.out)
+
+    def before(self) -> dict[str, str]:
+        """Where OUT is being mended, the digests its documents had before. Raises OutputError for
+        a manifest that was damaged since.
+        """
+        if not (self.folder / BEFORE / "manifest.json").exists():
+            return {}
+        return {file.path: file.digest for file in read_manifest(self.folder / BEFORE).files}
 
     def record(self, unit: FinishedUnit) -> None:
         """Record a finished unit; its files must be durable already."""
