@@ -294,6 +294,10 @@ def test_what_the_readme_says_was_measured() -> None:
     assert said.format(*seconds) in text
     warm, cold = (re.findall(r"\*\*([\d.]+) x\*\*", engines[column])[0] for column in (2, 4))
     assert f"ep 8 the gain is less, {warm} times and {cold} times" in text
+    served = rows(section(ROOT / "docs" / "serving.md", "Seconds of loading"))
+    theirs, with_ours = ([cell.split(" s")[0] for cell in row[2:]] for row in (served[2], served[3]))
+    said = "SGLang itself loads them in {0} s instead of {2} s, and in {1} s instead of {3} s."
+    assert said.format(*with_ours, *theirs) in text
     measured = [
         row
         for row in rows(section(page, "Converting"))
