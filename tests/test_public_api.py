@@ -14,6 +14,7 @@ from marlin_convert import errors
 
 NAMES = {
     "Converted",
+    "Differences",
     "Downloaded",
     "Finding",
     "KernelReport",
@@ -29,6 +30,7 @@ NAMES = {
     "SourceError",
     "UsageError",
     "convert",
+    "diff",
     "download",
     "load_rank",
     "open_shards",

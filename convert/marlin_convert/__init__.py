@@ -1,11 +1,11 @@
 """Kimi-K2 checkpoints to ready-to-mmap per-GPU shards in the Marlin MoE layout.
 
-The command line's verbs as functions: `plan`, `download`, `convert`, `verify` and `verify_kernel`.
+The command line's verbs as functions: `plan`, `download`, `convert`, `verify`, `verify_kernel` and `diff`.
 `open_shards` reads the result with numpy, `load_rank` brings a rank to a GPU with torch. `HubOptions` says
 how a repository of the hub is read. What they return are `PlanReport`, `Downloaded`, `Converted`,
-`Verification` (of `Finding`s; true where nothing is wrong), `KernelReport`, `Shards` and `LoadedRank`; how
-far they are they tell in `Point`s. What goes wrong is a `ConvertError`: `UsageError`, `SourceError`,
-`OutputError` or `MachineError`.
+`Verification` (of `Finding`s; true where nothing is wrong), `Differences`, `KernelReport`, `Shards` and
+`LoadedRank`; how far they are they tell in `Point`s. What goes wrong is a `ConvertError`: `UsageError`,
+`SourceError`, `OutputError` or `MachineError`.
 
 All of it is loaded when first used, so that `import marlin_convert` costs nothing.
 """
@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from marlin_convert.checks.kernel.kernel_report import KernelReport
     from marlin_convert.checks.kernel.verify_kernel import verify_kernel
     from marlin_convert.checks.verify import verify
+    from marlin_convert.documents.results import Differences
     from marlin_convert.engines.torch_loader import LoadedRank, load_rank
     from marlin_convert.errors import ConvertError, MachineError, OutputError, SourceError, UsageError
     from marlin_convert.pipeline.preview import plan
     from marlin_convert.pipeline.run import Converted, convert
     from marlin_convert.planning.plan_report import PlanReport
     from marlin_convert.progress import Point
+    from marlin_convert.shards.compare import diff
     from marlin_convert.shards.reader import Shards, open_shards
 
     __version__: str
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ConvertError",
     "Converted",
+    "Differences",
     "Downloaded",
     "Finding",
     "HubOptions",
@@ -49,6 +52,7 @@ __all__ = [
     "UsageError",
     "Verification",
     "convert",
+    "diff",
     "download",
     "load_rank",
     "open_shards",
@@ -66,6 +70,7 @@ _HOMES = {
     "KernelReport": "marlin_convert.checks.kernel.kernel_report",
     "Finding": "marlin_convert.checks.findings",
     "Downloaded": "marlin_convert.checkpoint.download",
+    "Differences": "marlin_convert.documents.results",
     "Converted": "marlin_convert.pipeline.run",
     "ConvertError": "marlin_convert.errors",
     "HubOptions": "marlin_convert.checkpoint.hub_files",
@@ -74,6 +79,7 @@ _HOMES = {
     "SourceError": "marlin_convert.errors",
     "UsageError": "marlin_convert.errors",
     "convert": "marlin_convert.pipeline.run",
+    "diff": "marlin_convert.shards.compare",
     "download": "marlin_convert.checkpoint.download",
     "load_rank": "marlin_convert.engines.torch_loader",
     "open_shards": "marlin_convert.shards.reader",

@@ -19,7 +19,7 @@ from marlin_convert.errors import ConvertError, MachineWarning
 from marlin_convert.extras import EXTRAS, missing
 
 #: in the order of a job
-VERBS = ("plan", "download", "convert", "verify", "inspect", "bench", "doctor")
+VERBS = ("plan", "download", "convert", "verify", "inspect", "diff", "bench", "doctor")
 
 
 class Verbs(CommandsByFile):

@@ -1,4 +1,4 @@
-"""What `convert`, `download` and `inspect` print with --json."""
+"""What `convert`, `download`, `inspect` and `diff` print with --json."""
 
 from __future__ import annotations
 
@@ -119,3 +119,31 @@ class InspectedTensor(Struct, frozen=True, omit_defaults=True):
     zeros: Annotated[Count | None, about("how many values are zero")] = None
     not_finite: Annotated[Count | None, about("how many values are infinite or no number")] = None
     first: Annotated[tuple[float | None, ...] | None, about("the first four values")] = None
+
+
+class DifferingPart(Struct, frozen=True, omit_defaults=True):
+    """What two conversions differ in."""
+
+    path: Annotated[Text, about("the shard or document; `source` for a source tensor")]
+    what: Annotated[
+        Text,
+        about("how", enum=["differs", "only in the first", "only in the second", "has another source id"]),
+    ]
+    tensor: Annotated[Text | None, about("the tensor, where it is one")] = None
+    experts: Annotated[
+        tuple[int, ...] | None, about("of a stacked tensor the experts, numbered as in the source")
+    ] = None
+
+
+class Differences(Struct, frozen=True):
+    """What `diff` finds in two converted folders."""
+
+    one: Annotated[Text, about("the first folder")]
+    other: Annotated[Text, about("the second")]
+    by: Annotated[Text, about("what was compared", enum=["shards", "source tensors"])]
+    same: Annotated[bool, about("whether nothing differs")]
+    compared: Annotated[Count, about("how many of them")]
+    parts: Annotated[tuple[DifferingPart, ...], about("what differs")]
+
+    def __bool__(self) -> bool:
+        return self.same

@@ -27,6 +27,7 @@ from marlin_convert.documents.provenance import Provenance
 from marlin_convert.documents.records import DownloadRecord, FinishedUnit, JobRecord, Record
 from marlin_convert.documents.results import (
     ConvertResult,
+    Differences,
     DownloadResult,
     InspectedFile,
     InspectedFolder,
@@ -87,6 +88,7 @@ PAGES = {
         more=CONFIG,
     ),
     "convert": Page("Output of convert --json", [ConvertResult]),
+    "diff": Page("Output of diff --json", [Differences]),
     "doctor": Page("doctor --json: what a machine can do", [Examination]),
     "download": Page("Output of download --json", [DownloadResult]),
     "download-record": Page(".marlin-convert-source.json in a folder that download filled", [DownloadRecord]),
