@@ -21,7 +21,7 @@ from marlin_convert import errors
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.cli import cli, run
 from marlin_convert.cli.bench_kernel import HEADER
-from marlin_convert.planning.output_plan import OutputPlan
+from marlin_convert.planning.output_plan import Options, OutputPlan, plan_output
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -270,6 +270,12 @@ def test_the_hours(full_plan: Callable[[int, int], OutputPlan], full_size: Sourc
     assert "s (3 runs, with other work on the machine): 0.43 GB/s" in performance()
     assert f"{hours(source * 8, 1e9)} hours at 1 Gbit/s" in text
     assert f"disk | both, {(source + output) / 1e12:.2f} TB;" in text
+
+
+def test_the_numbers_of_attention_apart(full_size: Source) -> None:
+    text = (ROOT / "docs" / "converting.md").read_text()
+    size = plan_output(full_size, Options(8, 1, attn_tp=4)).rank_bytes()
+    assert f"A rank loads {size / 1e9:.1f} GB then." in text
 
 
 def performance() -> str:

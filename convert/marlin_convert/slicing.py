@@ -23,14 +23,16 @@ Rank = int | None
 @dataclass(frozen=True)
 class Topology:
     """`tp` ranks in all; the routed experts are split over `ep` groups of `moe_tp` ranks:
-    rank = ep_rank * moe_tp + moe_tp_rank, as in SGLang.
+    rank = ep_rank * moe_tp + moe_tp_rank, as in SGLang. Attention and dense layers are cut into `attn_tp`
+    slices, of which rank r holds slice r % attn_tp; None: into tp, as everything else that is cut.
     """
 
     tp: int
     ep: int
+    attn_tp: int | None = None
 
     @staticmethod
-    def of(tp: int, ep: int) -> Topology:
+    def of(tp: int, ep: int, attn_tp: int | None = None) -> Topology:
         """A checked topology. Raises UsageError."""
         if tp < 1 or ep < 1 or tp % ep:
             raise UsageError(
@@ -44,7 +46,12 @@ class Topology:
                 f"--tp {tp} with --ep {ep} cuts each expert into {tp // ep} slices; at most {MAX_MOE_TP} are "
                 "supported"
             )
-        return Topology(tp, ep)
+        if attn_tp is not None and (attn_tp < 1 or tp % attn_tp):
+            raise UsageError(
+                f"--attn-tp {attn_tp} does not divide --tp {tp}: each of the attention's slices is on tp /"
+                " attn-tp ranks"
+            )
+        return Topology(tp, ep, None if attn_tp == tp else attn_tp)
 
     @property
     def moe_tp(self) -> int:

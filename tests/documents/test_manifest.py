@@ -201,11 +201,11 @@ def test_a_manifest_that_is_not_there_or_not_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("format", "other"), *(("format_version", value) for value in (2, 0, "1", True, 1.0, None))],
+    [("format", "other"), *(("format_version", value) for value in (3, 0, "1", True, 1.0, None))],
 )
 def test_another_format_or_version(key: str, value: Any) -> None:
     raw = json.dumps(json.loads(sealed(MANIFEST)) | {key: value}).encode()
-    with pytest.raises(OutputError, match="this program reads marlin-convert version 1"):
+    with pytest.raises(OutputError, match="this program reads marlin-convert versions 1 and 2"):
         parse_manifest(raw, PATH)
 
 

@@ -38,7 +38,7 @@ REST = documents(
     Manifest,
     units=documents(Unit, name=st.just("top")).map(lambda unit: (unit,)),
     shards=documents(Shard, unit=st.just("top")).map(lambda shard: (shard,)),
-    parallel=documents(Parallel, tp=st.just(4), ep=st.just(2)),
+    parallel=documents(Parallel, tp=st.just(4), ep=st.just(2), attn_tp=st.sampled_from([None, 1, 2])),
 )
 
 

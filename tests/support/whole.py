@@ -12,7 +12,9 @@ from checkpoints import Checkpoint, expected_plain
 PREFIX = {"k26": "language_model.", "k2-thinking": ""}
 
 
-def assert_as_the_oracle_says(out: Path, checkpoint: Checkpoint, tp: int, ep: int) -> None:
+def assert_as_the_oracle_says(
+    out: Path, checkpoint: Checkpoint, tp: int, ep: int, attn_tp: int | None = None
+) -> None:
     """Every value of every tensor of every rank, and that nothing else is there."""
     dims, prefix = checkpoint.dims, PREFIX[checkpoint.form]
     plain = {tensor.name: tensor for tensor in checkpoint.tensors.values() if tensor.expert < 0}
@@ -25,8 +27,12 @@ def assert_as_the_oracle_says(out: Path, checkpoint: Checkpoint, tp: int, ep: in
                     assert (dtype, shape) == ("U8", [size])
                     assert not shard.array(name).any()
                 elif ".mlp.experts." not in name:
+                    slices = attn_tp if attn_tp and is_of_attention(name) else tp
                     expected = trees.cut(
-                        expected_plain(name, plain[name].dtype, plain[name].shape), name, rank, tp
+                        expected_plain(name, plain[name].dtype, plain[name].shape),
+                        name,
+                        rank % slices,
+                        slices,
                     )
                     assert dtype == plain[name].dtype
                     np.testing.assert_array_equal(shard.array(name), expected)
@@ -53,3 +59,8 @@ def assert_as_the_oracle_says(out: Path, checkpoint: Checkpoint, tp: int, ep: in
             )
     else:
         assert not common.exists()
+
+
+def is_of_attention(name: str) -> bool:
+    """Whether a tensor follows the attention's split: that of a layer, but for shared experts."""
+    return ".layers." in name and ".shared_experts." not in name

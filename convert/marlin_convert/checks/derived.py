@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from marlin_convert.checks.findings import Finding, Verification
-from marlin_convert.checks.origins import expected_origin
+from marlin_convert.checks.origins import expected_origin, slices_of
 from marlin_convert.documents.manifest import FusedTensor, Manifest, Padding, Shard, StoredTensor
 from marlin_convert.kernels.quant_types import kernel_type
 from marlin_convert.layout import get_layout, known_layouts
@@ -63,6 +63,9 @@ def _wrong_facts(manifest: Manifest, kept: KeptSource) -> Iterator[str]:
         for key, value in values.items():
             if (given := getattr(getattr(manifest, section), key)) != value:
                 yield f"{section}.{key} {given}, it must be {value}"
+    version = 1 if manifest.parallel.attn_tp in (None, manifest.tp) else 2
+    if manifest.format_version != version or manifest.parallel.attn_tp == manifest.tp:
+        yield f"format_version {manifest.format_version} for attn_tp {manifest.parallel.attn_tp}"
     constants = model_constants(model)
     for key in sorted(constants.keys() | manifest.model.keys()):
         if manifest.model.get(key) != constants.get(key):
@@ -134,7 +137,7 @@ def _wrong_tensor(manifest: Manifest, kept: KeptSource, tensor: StoredTensor) ->
     """dtype and shape against the kept headers. (Shapes of stacked tensors are the layout's and checked with
     their data.)
     """
-    origin = expected_origin(tensor.name, kept.model, manifest.tp)
+    origin = expected_origin(tensor.name, kept.model, manifest.parallel)
     stacked = origin.rule == "experts"
     source = kept.entries.get(origin.sources[0].replace("{expert}", "0"))
     if source is None:
@@ -143,7 +146,7 @@ def _wrong_tensor(manifest: Manifest, kept: KeptSource, tensor: StoredTensor) ->
         tensor.shape
         if stacked
         else tuple(
-            n // (manifest.tp // origin.replicas) if axis == origin.axis else n
+            n // slices_of(origin, manifest.parallel) if axis == origin.axis else n
             for axis, n in enumerate(source.shape)
         )
     )

@@ -13,8 +13,9 @@ import xxhash
 
 from marlin_convert.assemble import CHUNK, StoredSlice, read_rows, stream_tensor
 from marlin_convert.checks.findings import Finding, Verification
+from marlin_convert.checks.origins import slice_of, slices_of
 from marlin_convert.checks.published import Published
-from marlin_convert.documents.manifest import Origin
+from marlin_convert.documents.manifest import Manifest, Origin
 from marlin_convert.storage.reads import PieceReader
 
 DAMAGED = "the stored bytes do not match their digest"
@@ -22,12 +23,12 @@ DAMAGED = "the stored bytes do not match their digest"
 
 @dataclass(frozen=True)
 class PlainCheck:
-    """Checks the tensors of a unit that keep their name, for `tp` ranks."""
+    """Checks the tensors of a unit that keep their name."""
 
     reader: PieceReader
     published: Published
     report: Verification
-    tp: int
+    manifest: Manifest
     layer: int | None
 
     def check(self, origin: Origin, held: Sequence[StoredSlice]) -> None:
@@ -37,8 +38,8 @@ class PlainCheck:
         """
         (name,) = origin.sources
         expected = self.published.digest(name)
-        slices = {item.rank // origin.replicas for item in held}
-        all_here = origin.axis is None or len(slices) == self.tp // origin.replicas
+        slices = {self._slice(origin, item) for item in held}
+        all_here = origin.axis is None or len(slices) == slices_of(origin, self.manifest.parallel)
         provable = all_here or self.published.has_files
         if expected is None:
             self.report.add(Finding("source/digests.bin", f"has no digest of {origin.tensor}", self.layer))
@@ -68,10 +69,10 @@ class PlainCheck:
         """
         name, firsts = origin.sources[0], dict[int, StoredSlice]()
         for item in held:
-            firsts.setdefault(item.rank // origin.replicas, item)
+            firsts.setdefault(self._slice(origin, item), item)
         fill = partial(self.published.rows, name) if self.published.has_files else None
         whole, hashers = xxhash.xxh3_128(), {index: xxhash.xxh3_128() for index in firsts}
-        slices = [firsts.get(index) for index in range(self.tp // origin.replicas)]
+        slices = [firsts.get(index) for index in range(slices_of(origin, self.manifest.parallel))]
         for chunk in stream_tensor(self.reader, slices, origin.axis, fill):
             whole.update(chunk.whole.data)
             for index, part in chunk.parts.items():
@@ -95,11 +96,14 @@ class PlainCheck:
             self.report.add(Finding(f"rank-*/{name}", what, self.layer))
         right = expected in (None, whole.digest())
         for item in held:
-            first = firsts[item.rank // origin.replicas].rank
+            first = firsts[self._slice(origin, item)].rank
             if found[item.rank] != found[first]:
                 self._add(item, origin, f"differs from what rank {first} has, and must be the same slice")
                 right = False
         return right
+
+    def _slice(self, origin: Origin, item: StoredSlice) -> int:
+        return slice_of(item.rank, origin, self.manifest.parallel)
 
     def _digest(self, item: StoredSlice) -> bytes:
         """Of the stored bytes."""
@@ -112,7 +116,7 @@ class PlainCheck:
         """Whether a rank's slice differs from the source's files; False where there are none."""
         if not self.published.has_files:
             return False
-        rows, width, index = item.tensor.shape[0], item.row_bytes, item.rank // origin.replicas
+        rows, width, index = item.tensor.shape[0], item.row_bytes, self._slice(origin, item)
         first = index * rows if origin.axis == 0 else 0
         step = max(CHUNK // width, 1)
         for begin in range(0, rows, step):

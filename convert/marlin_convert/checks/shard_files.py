@@ -113,13 +113,16 @@ def _identity(manifest: Manifest, shard: Shard, experts: int) -> dict[str, str]:
     routed = shard.rank is not None and any(origin.rule == "experts" for origin in unit.tensors)
     local = experts // manifest.ep
     group = (shard.rank or 0) // (manifest.tp // manifest.ep)
+    attn_tp = manifest.parallel.attn_tp
+    apart = {} if attn_tp is None else {"attn_tp": str(attn_tp)}
     return {
         "format": "marlin-convert",
-        "format_version": "1",
+        "format_version": "1" if attn_tp is None else "2",
         "layout": manifest.layout_id,
         "source": manifest.source_id,
         "tp": str(manifest.tp),
         "ep": str(manifest.ep),
+        **apart,
         "rank": "common" if shard.rank is None else str(shard.rank),
         "layer": shard.unit if unit.layer is None else str(unit.layer),
         "expert_range": f"{group * local}:{(group + 1) * local}" if routed else "0:0",

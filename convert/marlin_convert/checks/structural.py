@@ -92,7 +92,7 @@ def check_documents(part: Part, kept: KeptSource, out: Path, report: Verificatio
         report.add(Finding("config.json", "is not the source's with the quantization_config of this format"))
     for unit in manifest.units:
         for origin in unit.tensors:
-            if origin != expected_origin(origin.tensor, kept.model, manifest.tp):
+            if origin != expected_origin(origin.tensor, kept.model, manifest.parallel):
                 report.add(
                     Finding(
                         "manifest.json",
@@ -119,7 +119,7 @@ def _is_rewritten(path: Path, manifest: Manifest, kept: KeptSource) -> bool:
     except (OSError, ValueError, KeyError, TypeError, RecursionError, OutputError):
         return False
     return config == rewritten(kept.config, quantization, own) and values == quantization_config(
-        layout.id, layout.num_bits, layout.group_size, layout.symmetric
+        layout.id, manifest.format_version, layout.num_bits, layout.group_size, layout.symmetric
     )
 
 

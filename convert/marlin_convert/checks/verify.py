@@ -157,11 +157,11 @@ class _Data:
     def _plain_tasks(
         self, unit: Unit, stored: Sequence[StoredSlice], shards: int, report: Verification
     ) -> Iterator[_Task]:
-        check = PlainCheck(self._reader, self._published, report, self._manifest.tp, unit.layer)
+        check = PlainCheck(self._reader, self._published, report, self._manifest, unit.layer)
         for origin in unit.tensors:
             if origin.rule == "experts":
                 continue
-            if origin != expected_origin(origin.tensor, self._kept.model, self._manifest.tp):
+            if origin != expected_origin(origin.tensor, self._kept.model, self._manifest.parallel):
                 report.count(unproven=1)  # check_manifest has reported it; what it claims cannot be used
                 continue
             held = [item for item in stored if item.tensor.name == origin.tensor]

@@ -83,6 +83,7 @@ def command(
     out: str,
     tp: int,
     ep: int,
+    attn_tp: int | None,
     layers: tuple[int, ...] | None,
     ranks: tuple[int, ...] | None,
     layout: str | None,
@@ -117,6 +118,7 @@ def command(
     what: dict[str, Any] = {
         "tp": tp,
         "ep": ep,
+        "attn_tp": attn_tp,
         "layers": layers,
         "ranks": ranks,
         "layout": layout,

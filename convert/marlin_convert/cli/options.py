@@ -57,7 +57,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def parallel_options(function: F) -> F:
-    """--tp --ep --layers --ranks --layout."""
+    """--tp --ep --attn-tp --layers --ranks --layout."""
     for option in reversed(
         (
             click.option(
@@ -69,6 +69,11 @@ def parallel_options(function: F) -> F:
                 default=1,
                 show_default=True,
                 help="Groups the routed experts are split over; divides tp.",
+            ),
+            click.option(
+                "--attn-tp",
+                type=click.IntRange(1),
+                help="Slices of attention and dense layers, for data-parallel attention [default: tp].",
             ),
             click.option(
                 "--layers", type=numbers, help="Only these layers, such as 0,3-5 (without top and common)."

@@ -38,6 +38,7 @@ def command(
     out: str | None,
     tp: int,
     ep: int,
+    attn_tp: int | None,
     layers: tuple[int, ...] | None,
     ranks: tuple[int, ...] | None,
     layout: str | None,
@@ -60,7 +61,11 @@ def command(
     from marlin_convert.pipeline.preview import plan
 
     hub = HubOptions(revision, token, cache_dir, local_dir, free_source)
-    show(plan(source, out, tp=tp, ep=ep, layers=layers, ranks=ranks, layout=layout, hub=hub), every, as_json)
+    show(
+        plan(source, out, tp=tp, ep=ep, attn_tp=attn_tp, layers=layers, ranks=ranks, layout=layout, hub=hub),
+        every,
+        as_json,
+    )
 
 
 def show(report: PlanReport, every: bool, as_json: bool) -> None:

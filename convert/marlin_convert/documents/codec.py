@@ -34,7 +34,7 @@ class Sealed(msgspec.Struct, frozen=True, kw_only=True):
     """A file that carries the digest of its own bytes; the three keys come first, in this order."""
 
     format: Annotated[Literal["marlin-convert"], about("what wrote it")]
-    format_version: Annotated[Literal[1], about("version of the format")]
+    format_version: Annotated[Literal[1, 2], about("version of the format")]
     digest: Annotated[Digest, about("xxh3-128 of this file with these 32 digits set to 0")]
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from marlin_convert.documents.fields import Bits, GroupSize, LayoutId, Positive, Symmetric, Text, about
-from marlin_convert.storage.shard_file import FORMAT, FORMAT_VERSION
+from marlin_convert.storage.shard_file import FORMAT, FORMAT_VERSIONS
 
 
 class QuantizationConfig(Struct, frozen=True):
@@ -17,18 +17,18 @@ class QuantizationConfig(Struct, frozen=True):
         Text, about("so that no engine takes the weights for something else", enum=[FORMAT])
     ]
     format: Annotated[LayoutId, about("layout id")]
-    format_version: Annotated[Positive, about("version of the format", enum=[FORMAT_VERSION])]
+    format_version: Annotated[Positive, about("version of the format", enum=[*FORMAT_VERSIONS])]
     bits: Bits
     group_size: GroupSize
     symmetric: Symmetric
     modules: Annotated[Text, about("what is quantized", enum=["routed_experts"])]
 
 
-def quantization_config(layout_id: str, bits: int, group_size: int, symmetric: bool) -> QuantizationConfig:
+def quantization_config(
+    layout_id: str, version: int, bits: int, group_size: int, symmetric: bool
+) -> QuantizationConfig:
     """What stands in the output's config.json; literally in schemas/README.md."""
-    return QuantizationConfig(
-        FORMAT, layout_id, FORMAT_VERSION, bits, group_size, symmetric, "routed_experts"
-    )
+    return QuantizationConfig(FORMAT, layout_id, version, bits, group_size, symmetric, "routed_experts")
 
 
 class IndexMetadata(Struct, frozen=True):

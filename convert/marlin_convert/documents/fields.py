@@ -21,6 +21,11 @@ Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Positive = Annotated[int, Meta(ge=1, lt=1 << 62)]
 Tp = Annotated[int, Meta(ge=1, le=MAX_TP), about("ranks in all")]
 Ep = Annotated[int, Meta(ge=1, le=MAX_TP), about("groups of ranks that the routed experts are split over")]
+AttnTp = Annotated[
+    int,
+    Meta(ge=1, le=MAX_TP),
+    about("slices of attention and of dense layers; rank r holds slice r % attn_tp"),
+]
 #: of reports, which are only written
 Count = Annotated[int, Meta(ge=0)]
 OneOrMore = Annotated[int, Meta(ge=1)]

@@ -10,6 +10,7 @@ from msgspec import Meta, Struct, field
 from marlin_convert.documents.bounds import MANIFEST
 from marlin_convert.documents.codec import Sealed, parse_json, seal_holds, typed
 from marlin_convert.documents.fields import (
+    AttnTp,
     Bits,
     Checks,
     Digest,
@@ -41,7 +42,7 @@ from marlin_convert.documents.identity import (
 )
 from marlin_convert.errors import OutputError, UsageError
 from marlin_convert.storage.files import read_small
-from marlin_convert.storage.shard_file import FORMAT, FORMAT_VERSION
+from marlin_convert.storage.shard_file import FORMAT, FORMAT_VERSIONS
 
 
 class StoredLayout(Struct, frozen=True, omit_defaults=True):
@@ -86,7 +87,7 @@ class Padding(Struct, frozen=True):
 OptionalPadding = Annotated[Padding | None, about("zeros at the end of each expert's slice, or null")]
 
 
-class Parallel(Struct, frozen=True):
+class Parallel(Struct, frozen=True, omit_defaults=True):
     """How the model is split."""
 
     tp: Tp
@@ -94,10 +95,17 @@ class Parallel(Struct, frozen=True):
     moe_tp: Annotated[Positive, about("tp / ep: slices of one expert", maximum=64)]
     rules: Annotated[Digest, about("xxh3-128 of the JSON of the rules")]
     padding: OptionalPadding
+    attn_tp: AttnTp | None = None
 
     def __post_init__(self) -> None:
-        if self.tp % self.ep:
-            raise ValueError(f"ep {self.ep} does not divide tp {self.tp}")
+        for name, parts in (("ep", self.ep), ("attn_tp", self.attn_tp or self.tp)):
+            if self.tp % parts:
+                raise ValueError(f"{name} {parts} does not divide tp {self.tp}")
+
+    def slices(self, origin: Origin) -> int:
+        """Into how many slices a tensor is cut that is not stacked."""
+        ranks = self.attn_tp if origin.parts == "attn_tp" and self.attn_tp else self.tp
+        return ranks // origin.replicas
 
 
 class Origin(Struct, frozen=True, omit_defaults=True):
@@ -108,7 +116,9 @@ class Origin(Struct, frozen=True, omit_defaults=True):
         Text, about("how it is cut", enum=["column", "row", "vocab", "replicate", "common", "experts"])
     ]
     axis: Annotated[Number | None, about("the axis of the source matrix that is cut", enum=[0, 1, None])]
-    parts: Annotated[str | None, about("into how many parts it is cut", enum=["tp", "moe_tp", None])]
+    parts: Annotated[
+        str | None, about("into how many parts it is cut", enum=["tp", "attn_tp", "moe_tp", None])
+    ]
     sources: Annotated[
         tuple[Text, ...],
         Meta(min_length=1),
@@ -299,6 +309,7 @@ def parse_manifest(raw: bytes, path: Path) -> Manifest:
         found = f"{document['format']} version {document['format_version']!r}"
     except (KeyError, TypeError, ValueError) as error:
         raise OutputError(f"{complaint} ({error!r})") from error
-    if found != f"{FORMAT} version {FORMAT_VERSION}":
-        raise OutputError(f"{path}: it is {found}, this program reads {FORMAT} version {FORMAT_VERSION}")
+    if found not in [f"{FORMAT} version {version}" for version in FORMAT_VERSIONS]:
+        versions = " and ".join(map(str, FORMAT_VERSIONS))
+        raise OutputError(f"{path}: it is {found}, this program reads {FORMAT} versions {versions}")
     return typed(document, Manifest, complaint)

@@ -7,6 +7,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from marlin_convert.documents.fields import (
+    AttnTp,
     Count,
     Dtype,
     Ep,
@@ -108,6 +109,7 @@ class Plan(Struct, frozen=True):
     layout: Annotated[Text, about("layout of the stacked tensors")]
     tp: Tp
     ep: Ep
+    attn_tp: AttnTp
     moe_tp: Annotated[OneOrMore, about("slices of one expert")]
     ranks: Annotated[tuple[Count, ...], about("ranks that would be made", uniqueItems=True)]
     layers: Annotated[tuple[Count, ...], about("layers that would be made", uniqueItems=True)]

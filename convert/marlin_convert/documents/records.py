@@ -8,6 +8,7 @@ from msgspec import Meta, Struct
 
 from marlin_convert.documents.codec import read, write
 from marlin_convert.documents.fields import (
+    AttnTp,
     Checks,
     Digest,
     Ep,
@@ -25,10 +26,10 @@ from marlin_convert.errors import OutputError
 from marlin_convert.storage.files import digest
 
 
-class JobOptions(Struct, frozen=True):
+class JobOptions(Struct, frozen=True, omit_defaults=True):
     """What must be the same for a run to continue another."""
 
-    format_version: Annotated[Positive, about("version of the format", enum=[1])]
+    format_version: Annotated[Positive, about("version of the format", enum=[1, 2])]
     layout: Annotated[Text, about("layout id")]
     rules: Annotated[Digest, about("xxh3-128 of the rule table")]
     tp: Tp
@@ -37,6 +38,7 @@ class JobOptions(Struct, frozen=True):
     layers: Annotated[tuple[Number, ...], about("layers asked for", uniqueItems=True)]
     complete: Annotated[bool, about("whether that is all")]
     verify: Annotated[Checks, about("what is proven while converting: none, exact or kernel")]
+    attn_tp: AttnTp | None = None
 
 
 class JobRecord(Struct, frozen=True):

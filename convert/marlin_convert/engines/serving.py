@@ -122,8 +122,9 @@ def _refuse_split(out: Path, manifest: Manifest, served: Served, flags: Flags) -
 def _refuse_parts(out: Path, manifest: Manifest, served: Served) -> None:
     """Raise UsageError for a conversion of some ranks or layers that lacks what is served."""
     layers = manifest.model["num_hidden_layers"]
-    if served.rank not in manifest.ranks or (served.whole and len(manifest.ranks) < manifest.tp):
-        needed = "all ranks" if served.whole else f"rank {served.rank}"
+    whole = served.whole or manifest.parallel.attn_tp is not None
+    if served.rank not in manifest.ranks or (whole and len(manifest.ranks) < manifest.tp):
+        needed = "all ranks" if whole else f"rank {served.rank}"
         raise UsageError(
             f"{out} has the ranks {', '.join(map(str, manifest.ranks))} of {manifest.tp}, {needed} is needed;"
             " convert again without --ranks"

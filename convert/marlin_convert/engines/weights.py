@@ -65,8 +65,10 @@ class ShardWeights:
     def others(self, whole: bool) -> Iterator[tuple[str, Tensor]]:
         """Every other tensor once, by its source name, in its full shape on the device. Of a tensor that is
         cut only this rank's slice is filled and the rest is NaN, so that an engine that takes another part
-        is seen; all of it with `whole`, which reads the slices of all ranks.
+        is seen; all of it with `whole`, or where the shards' attention is split apart: an engine that cuts it
+        alike takes its slice out of the whole. That reads the slices of all ranks.
         """
+        whole = whole or self.manifest.parallel.attn_tp is not None
         readers = [self.shards, open_shards(self.shards.out, None, self.manifest)]
         if whole:
             ranks = [rank for rank in self.manifest.ranks if rank != self.shards.rank]
@@ -137,7 +139,7 @@ class ShardWeights:
         """A tensor as its source has it, out of the slices that were read."""
         rank = self.shards.rank
         own = slices[rank] if rank in slices else slices[None]
-        parts = self.manifest.tp // origin.replicas if origin.axis is not None else 1
+        parts = self.manifest.parallel.slices(origin) if origin.axis is not None else 1
         if parts == 1:
             return own
         cut = Cut(origin.axis, parts, origin.replicas)

@@ -72,6 +72,8 @@ class Facts:
     #: constants of the model that its config does not hold as they are, from the text model's config
     constants: Callable[[Mapping[str, Any]], dict[str, float]]
     common: tuple[str, ...] = ()
+    #: parts of names of what is cut by all ranks in a layer, where attention and dense layers are not
+    by_all: tuple[str, ...] = ()
     #: those of `columns` that may have fewer slices than there are ranks, each on several ranks in a row, and
     #: the key of the text model's config with the number of slices
     shared: Mapping[str, str] = field(default_factory=dict)

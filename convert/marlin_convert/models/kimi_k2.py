@@ -238,6 +238,7 @@ _FACTS = Facts(
     columns=("self_attn.q_b_proj.weight", "self_attn.kv_b_proj.weight", "gate_proj.weight", "up_proj.weight"),
     rows=("self_attn.o_proj.weight", "down_proj.weight"),
     vocab=("embed_tokens.weight", "lm_head.weight"),
+    by_all=(".shared_experts.",),
     common=("vision_tower.", "mm_projector."),
     views=(
         (

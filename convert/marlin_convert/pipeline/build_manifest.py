@@ -29,7 +29,7 @@ from marlin_convert.pipeline.target import Target
 from marlin_convert.planning.output_plan import OutputPlan, OutputUnit, Stack
 from marlin_convert.planning.units import PlainTensor, expert_tensors
 from marlin_convert.storage.files import digest
-from marlin_convert.storage.shard_file import FORMAT, FORMAT_VERSION, is_filler
+from marlin_convert.storage.shard_file import FORMAT, format_version, is_filler
 
 #: unit, rank, stacked tensor
 DigestPlace = tuple[str, int | None, str]
@@ -102,7 +102,7 @@ def build_manifest(
     return sealed(
         Manifest(
             format=FORMAT,
-            format_version=FORMAT_VERSION,
+            format_version=format_version(plan.topology),
             digest=NO_DIGEST,
             layout=_layout(plan),
             checks=checks,
@@ -139,7 +139,7 @@ def _layout(plan: OutputPlan) -> StoredLayout:
 
 def _parallel(plan: OutputPlan) -> Parallel:
     topology = plan.topology
-    return Parallel(topology.tp, topology.ep, topology.moe_tp, plan.rules, plan.padding)
+    return Parallel(topology.tp, topology.ep, topology.moe_tp, plan.rules, plan.padding, topology.attn_tp)
 
 
 def _unit(plan: OutputPlan, unit: OutputUnit) -> Unit:
@@ -157,7 +157,7 @@ def _unit(plan: OutputPlan, unit: OutputUnit) -> Unit:
 
 def _plain_origin(tensor: PlainTensor) -> Origin:
     cut = tensor.cut
-    parts = None if cut.axis is None else "tp"
+    parts = None if cut.axis is None else tensor.group
     return Origin(tensor.name, tensor.rule, cut.axis, parts, (tensor.name,), cut.replicas)
 
 

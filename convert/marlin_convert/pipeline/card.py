@@ -109,7 +109,12 @@ def _parallel(plan: OutputPlan) -> str:
         if plan.topology.ep > 1
         else ""
     )
-    return f"tp {plan.topology.tp}{experts}"
+    attention = (
+        f", attention and dense layers in {plan.topology.attn_tp} slices (attn-tp {plan.topology.attn_tp})"
+        if plan.topology.attn_tp
+        else ""
+    )
+    return f"tp {plan.topology.tp}{experts}{attention}"
 
 
 def _sizes(source: Source, plan: OutputPlan) -> list[str]:

@@ -34,7 +34,7 @@ from marlin_convert.pipeline.work_folder import WORK, WorkFolder, is_marked
 from marlin_convert.planning.output_plan import OutputPlan, rank_folder
 from marlin_convert.shards.kept_source import may_be_edited
 from marlin_convert.storage.files import digest, file_digest, machine_errors, write_atomic, write_documents
-from marlin_convert.storage.shard_file import FORMAT, FORMAT_VERSION
+from marlin_convert.storage.shard_file import FORMAT, format_version
 from marlin_convert.threads import Workers
 
 #: small files of the source that are read at a time
@@ -56,7 +56,7 @@ def finish_output(target: Target, records: Mapping[str, FinishedUnit], checks: s
         card = model_card(target, checks, files)
         files.append(_listed("README.md", card))
         manifest = build_manifest(target, records, files, checks)
-        documents |= {"README.md": card, "provenance.json": provenance(source, stages)}
+        documents |= {"README.md": card, "provenance.json": provenance(target, stages)}
         _refuse_edited(out, documents)
         write_documents(out, documents, out / WORK / "documents")
         write_atomic(out / "manifest.json", manifest, out / WORK / "manifest.json")
@@ -93,7 +93,13 @@ def _listed(path: str, data: bytes) -> ListedFile:
 def output_config(source: Source, plan: OutputPlan) -> bytes:
     """The rewritten config.json."""
     scheme = plan.shape.scheme
-    replacement = quantization_config(plan.layout.id, scheme.num_bits, scheme.group_size, scheme.symmetric)
+    replacement = quantization_config(
+        plan.layout.id,
+        format_version(plan.topology),
+        scheme.num_bits,
+        scheme.group_size,
+        scheme.symmetric,
+    )
     return (
         json.dumps(
             rewritten(source.config, source.model.quantization, msgspec.to_builtins(replacement)),
@@ -126,12 +132,12 @@ def _indexes(plan: OutputPlan) -> dict[str, bytes]:
     return documents | ({f"common/{INDEX_NAME}": rank_index(common)} if common else {})
 
 
-def provenance(source: Source, stages: Stages) -> bytes:
+def provenance(target: Target, stages: Stages) -> bytes:
     """Who, when, how fast: sealed, but never compared."""
     return sealed(
         Provenance(
             format=FORMAT,
-            format_version=FORMAT_VERSION,
+            format_version=format_version(target.plan.topology),
             digest=NO_DIGEST,
             tool=f"marlin-convert {package_version('marlin-convert') or 'unknown'}",
             when=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -141,7 +147,7 @@ def provenance(source: Source, stages: Stages) -> bytes:
                 f" Python {platform.python_version()}"
             ),
             command=tuple(without_secrets(sys.argv)),
-            source=source.store.where,
+            source=target.source.store.where,
             stages=stages.times(digits=3),
         )
     )

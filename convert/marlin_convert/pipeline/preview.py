@@ -38,6 +38,7 @@ def plan(
     *,
     tp: int,
     ep: int = 1,
+    attn_tp: int | None = None,
     layers: Sequence[int] | None = None,
     ranks: Sequence[int] | None = None,
     layout: str | None = None,
@@ -56,7 +57,7 @@ def plan(
     cannot be met anywhere.
     """
     refuse_odd(threads=threads, memory=memory)
-    options = Options.of(tp, ep, layers, ranks, layout)
+    options = Options.of((tp, ep, attn_tp), layers, ranks, layout)
     opened, output = open_and_plan(source, out, options, hub, overwrite)
     allowance = allow(read_limits(), threads, len(output.ranks))
     report = PlanReport(opened, output, tuple(notes_on(opened)), allowance)

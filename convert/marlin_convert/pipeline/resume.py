@@ -26,7 +26,7 @@ from marlin_convert.pipeline.work_folder import WORK, is_marked
 from marlin_convert.planning.output_plan import OutputPlan
 from marlin_convert.shards.kept_source import DIGESTS
 from marlin_convert.storage.files import refuse_in_place_of
-from marlin_convert.storage.shard_file import FORMAT, FORMAT_VERSION
+from marlin_convert.storage.shard_file import FORMAT, format_version
 from marlin_convert.words import ranges
 
 #: what is proven while converting, each more than the one before
@@ -171,7 +171,7 @@ def job_options(plan: OutputPlan, verify: str) -> JobOptions:
     they change no byte.
     """
     return JobOptions(
-        FORMAT_VERSION,
+        format_version(plan.topology),
         plan.layout.id,
         plan.rules,
         plan.topology.tp,
@@ -180,6 +180,7 @@ def job_options(plan: OutputPlan, verify: str) -> JobOptions:
         tuple(plan.layers),
         plan.complete,
         verify,
+        plan.topology.attn_tp,
     )
 
 
@@ -195,6 +196,7 @@ def _manifest_options(manifest: Manifest) -> JobOptions:
         manifest.layers,
         manifest.complete,
         manifest.checks,
+        manifest.parallel.attn_tp,
     )
 
 

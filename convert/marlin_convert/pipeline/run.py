@@ -75,6 +75,7 @@ def convert(
     *,
     tp: int,
     ep: int = 1,
+    attn_tp: int | None = None,
     layers: Sequence[int] | None = None,
     ranks: Sequence[int] | None = None,
     layout: str | None = None,
@@ -90,6 +91,7 @@ def convert(
 ) -> Converted:
     """Convert a checkpoint, a folder or a repository `org/name`; run again, it continues.
 
+    `attn_tp` cuts attention and dense layers into so many slices, each on tp / attn_tp ranks (None: into tp).
     `layers` and `ranks` limit what is made (None: all); `layout` is the id of one of the registered layouts
     (None: that of the Marlin MoE kernel). `memory` is the budget for buffers in bytes. `verify` is "exact"
     (each buffer is inverted and compared with the source before it is written), "kernel" (and each written
@@ -103,7 +105,7 @@ def convert(
     source that is not what it should be; MachineError where disk or machine failed.
     """
     refuse_odd(threads=threads, memory=memory)
-    options = Options.of(tp, ep, layers, ranks, layout)
+    options = Options.of((tp, ep, attn_tp), layers, ranks, layout)
     opened, plan = open_and_plan(source, out, options, hub, overwrite)
     request = request_of(opened, plan, Path(out), verify, overwrite)
     budget = choose_budget(request.target, threads, memory)

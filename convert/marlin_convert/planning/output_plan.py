@@ -37,20 +37,26 @@ class Options:
 
     tp: int
     ep: int = 1
+    attn_tp: int | None = None
     layers: tuple[int, ...] | None = None
     ranks: tuple[int, ...] | None = None
     layout: str = DEFAULT_LAYOUT
 
     @staticmethod
     def of(
-        tp: int, ep: int, layers: Sequence[int] | None, ranks: Sequence[int] | None, layout: str | None
+        topology: tuple[int, int, int | None],
+        layers: Sequence[int] | None,
+        ranks: Sequence[int] | None,
+        layout: str | None,
     ) -> Options:
-        """Options as the verbs take them; `layout` None is the default one. Raises UsageError for what cannot
-        be meant.
+        """Options as the verbs take them: tp, ep and attn_tp; `layout` None is the default one. Raises
+        UsageError for what cannot be meant.
         """
-        refuse_odd(tp=tp, ep=ep, lists={"layers": layers, "ranks": ranks})
+        tp, ep, attn_tp = topology
+        refuse_odd(tp=tp, ep=ep, attn_tp=attn_tp, lists={"layers": layers, "ranks": ranks})
         wanted = None if layers is None else tuple(layers)
-        return Options(tp, ep, wanted, None if ranks is None else tuple(ranks), layout or DEFAULT_LAYOUT)
+        ranked = None if ranks is None else tuple(ranks)
+        return Options(tp, ep, attn_tp, wanted, ranked, layout or DEFAULT_LAYOUT)
 
 
 @dataclass(frozen=True)
@@ -164,11 +170,12 @@ def plan_output(source: Source, options: Options) -> OutputPlan:
     try:
         return _plan(source, options)
     except UsageError as error:
-        asked = Options(options.tp, options.ep, layout=options.layout)
+        asked = Options(options.tp, options.ep, options.attn_tp, layout=options.layout)
         if options.layout not in known_layouts() or (options != asked and _works(source, asked)):
             raise  # it is not for the split
         works = [tp for tp in POSSIBLE if _works(source, replace(asked, tp=tp))]
-        offer = f"with --ep {options.ep}, --tp {', '.join(map(str, works))} would do" if works else ""
+        flags = f"--ep {options.ep}" + (f" --attn-tp {options.attn_tp}" if options.attn_tp else "")
+        offer = f"with {flags}, --tp {', '.join(map(str, works))} would do" if works else ""
         raise UsageError(f"{error}; {offer}" if offer else str(error)) from error
 
 
@@ -182,7 +189,7 @@ def _works(source: Source, options: Options) -> bool:
 
 
 def _plan(source: Source, options: Options) -> OutputPlan:
-    topology = Topology.of(options.tp, options.ep)
+    topology = Topology.of(options.tp, options.ep, options.attn_tp)
     layout, model = get_layout(options.layout), source.model
     if model.experts % topology.ep:
         raise UsageError(f"--ep {topology.ep} does not divide the {model.experts} routed experts")
@@ -194,7 +201,7 @@ def _plan(source: Source, options: Options) -> OutputPlan:
     layers = _scope("layer", options.layers, model.layers)
     units = [
         _unit(unit, layout, shape, topology, model.experts // topology.ep, ranks)
-        for unit in source_units(source, topology.tp)
+        for unit in source_units(source, topology)
         if _in_scope(unit, options.layers, layers)
     ]
     _refuse_more_than_documents_hold(units)

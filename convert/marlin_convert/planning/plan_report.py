@@ -62,6 +62,7 @@ class PlanReport:
             layout=plan.layout.id,
             tp=plan.topology.tp,
             ep=plan.topology.ep,
+            attn_tp=plan.topology.attn_tp or plan.topology.tp,
             moe_tp=plan.topology.moe_tp,
             ranks=tuple(plan.ranks),
             layers=tuple(plan.layers),

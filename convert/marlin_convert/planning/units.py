@@ -6,22 +6,28 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.errors import SourceError, UsageError
 from marlin_convert.layout.protocol import PROJECTIONS, ExpertShape, Role
-from marlin_convert.models.family import Kind, Rule
-from marlin_convert.slicing import Cut
+from marlin_convert.models.family import Kind, Rule, Scope
+from marlin_convert.slicing import Cut, Topology
 
 #: the axis of the source tensor that each kind of rule cuts
 AXES: dict[Kind, int | None] = {"column": 0, "vocab": 0, "row": 1, "replicate": None, "common": None}
+#: scopes whose tensors follow --attn-tp: attention and the dense layers' MLP. Shared experts, embeddings and
+#: head are cut by all ranks
+ATTENTION: frozenset[Scope] = frozenset(("layer", "dense"))
+#: into how many parts a tensor is cut: the flag's name in the manifest
+Group = Literal["tp", "attn_tp"]
 
 
 @dataclass(frozen=True)
 class PlainTensor:
-    """A tensor that keeps its name: what is in the source, and how it is cut by which kind of rule. `fuse` is
-    the name of the view in which it is offered together with its neighbours of the same.
+    """A tensor that keeps its name: what is in the source, and how it is cut by which kind of rule, into the
+    parts of which group of ranks. `fuse` is the name of the view in which it is offered together with its
+    neighbours of the same.
     """
 
     name: str
@@ -29,6 +35,7 @@ class PlainTensor:
     shape: tuple[int, ...]
     rule: Kind
     cut: Cut
+    group: Group
     fuse: str | None
 
 
@@ -85,11 +92,11 @@ def expert_tensors(prefix: str, expert: int, shape: ExpertShape) -> Iterator[Exp
         yield ExpertTensor(name, expert, form.projection, form.role, form.dtypes, form.shape)
 
 
-def source_units(source: Source, tp: int) -> list[SourceUnit]:
+def source_units(source: Source, topology: Topology) -> list[SourceUnit]:
     """The units of a checkpoint, every tensor of it in exactly one of them.
 
     Raises SourceError for a missing, unknown or misshapen tensor (from headers alone), UsageError where a
-    rule cannot cut a tensor for `tp` ranks.
+    rule cannot cut a tensor for these ranks.
     """
     model, seen, units = source.model, set[str](), []
     for layer in range(model.layers):
@@ -101,18 +108,18 @@ def source_units(source: Source, tp: int) -> list[SourceUnit]:
                 experts_at, experts_prefix = len(plain), source.layer_prefix(layer) + rule.name
                 _check_experts(source, experts_prefix, seen)
             else:
-                plain += _plain(source, rule, source.layer_prefix(layer), tp, seen)
+                plain += _plain(source, rule, source.layer_prefix(layer), topology, seen)
         units.append(SourceUnit(f"layer-{layer:03d}", layer, tuple(plain), experts_at, experts_prefix))
     for scope, prefix in (("top", source.prefix), ("common", "")):
         rules = [rule for rule in model.rules if rule.scope == scope]
         if rules:
-            found = tuple(tensor for rule in rules for tensor in _plain(source, rule, prefix, tp, seen))
+            found = tuple(tensor for rule in rules for tensor in _plain(source, rule, prefix, topology, seen))
             units.append(SourceUnit(scope, None, found))
     _refuse_unknown(source, seen)
     return units
 
 
-def _plain(source: Source, rule: Rule, prefix: str, tp: int, seen: set[str]) -> list[PlainTensor]:
+def _plain(source: Source, rule: Rule, prefix: str, topology: Topology, seen: set[str]) -> list[PlainTensor]:
     name = prefix + rule.name
     found = source.tensors.get(name)
     if found is None:
@@ -127,14 +134,19 @@ def _plain(source: Source, rule: Rule, prefix: str, tp: int, seen: set[str]) -> 
     if shape is None and len(entry.shape) == 1:
         shape = entry.shape
     _check_entry(source, name, rule.dtype, shape)
-    cut = _cut(rule, name, entry.shape, dims[rule.unit] if rule.unit else 1, tp)
+    apart = topology.attn_tp is not None and rule.scope in ATTENTION
+    group: Group = "attn_tp" if apart else "tp"
+    parts = topology.attn_tp if apart and topology.attn_tp is not None else topology.tp
+    cut = _cut(rule, name, entry.shape, dims[rule.unit] if rule.unit else 1, (group, parts))
     fuse = None if rule.fuse is None else prefix + rule.fuse
-    return [PlainTensor(name, entry.dtype, entry.shape, rule.kind, cut, fuse)]
+    return [PlainTensor(name, entry.dtype, entry.shape, rule.kind, cut, group, fuse)]
 
 
-def _cut(rule: Rule, name: str, shape: tuple[int, ...], unit: int, tp: int) -> Cut:
-    """How a rule cuts a tensor of `shape` whose axis comes in indivisible `unit`s. Raises UsageError."""
-    axis = AXES[rule.kind]
+def _cut(rule: Rule, name: str, shape: tuple[int, ...], unit: int, group: tuple[Group, int]) -> Cut:
+    """How a rule cuts a tensor of `shape` whose axis comes in indivisible `unit`s, for a group of so many
+    ranks. Raises UsageError.
+    """
+    axis, tp = AXES[rule.kind], group[1]
     if axis is None:
         return Cut()
     extent, units = shape[axis], shape[axis] // unit
@@ -144,7 +156,8 @@ def _cut(rule: Rule, name: str, shape: tuple[int, ...], unit: int, tp: int) -> C
         return Cut(axis, units, tp // units)
     what = f"{units} heads of {unit}" if rule.unit else f"{extent} {'columns' if axis else 'rows'}"
     other = f", or a multiple of {units}" if rule.shared else ""
-    raise UsageError(f"--tp {tp} does not divide {name}: {what}; choose a tp that does{other}")
+    flag = group[0].replace("_", "-")
+    raise UsageError(f"--{flag} {tp} does not divide {name}: {what}; choose a {flag} that does{other}")
 
 
 def _check_entry(source: Source, name: str, dtypes: tuple[str, ...], shape: tuple[int, ...] | None) -> None:

@@ -8,13 +8,14 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from marlin_convert.slicing import Rank, Topology
 from marlin_convert.storage.files import PAGE
 
 FORMAT: Final = "marlin-convert"
-FORMAT_VERSION: Final = 1
+#: versions there are; the lowest that describes an output is its own
+FORMAT_VERSIONS: Final = (1, 2)
 PAD_PREFIX = "__pad__."
 MAX_TENSORS = 1024
 MAX_NAME = 127
@@ -188,17 +189,24 @@ def header_bytes(layout: FileLayout, metadata: dict[str, str], start: int) -> by
     return (start - 8).to_bytes(8, "little") + raw + b" " * (start - 8 - len(raw))
 
 
+def format_version(topology: Topology) -> Literal[1, 2]:
+    """2 where attention is split apart, which a loader of version 1 would misread."""
+    return 1 if topology.attn_tp is None else 2
+
+
 def metadata_of(
     source_id: str, layout_id: str, topology: Topology, rank: Rank, layer: str, experts: range
 ) -> dict[str, str]:
     """The identity of a file; `rank` None is common/."""
+    apart = {} if topology.attn_tp is None else {"attn_tp": str(topology.attn_tp)}
     return {
         "format": FORMAT,
-        "format_version": str(FORMAT_VERSION),
+        "format_version": str(format_version(topology)),
         "layout": layout_id,
         "source": source_id,
         "tp": str(topology.tp),
         "ep": str(topology.ep),
+        **apart,
         "rank": "common" if rank is None else str(rank),
         "layer": layer,
         "expert_range": f"{experts.start}:{experts.stop}" if experts else "0:0",
