@@ -90,3 +90,16 @@ def test_every_mistake_is_caught_and_named(
             assert len(wrong) == 1, mistake
             assert 1 <= wrong[0] <= planted.wrong, mistake
         shutil.rmtree(out)
+
+
+def test_a_padded_rank_passes(tmp_path: Path) -> None:
+    """tp 64 leaves 32 channels of an expert, which are padded to 64: at full width, the first and the last
+    rank.
+    """
+    made, ranks = make_layers(tmp_path / "checkpoint", experts=8), (0, 63)
+    out = tmp_path / "out"
+    convert(str(made.folder), out, tp=64, ranks=ranks)
+    report = verify_kernel(out, str(made.folder))
+    assert report.findings == []
+    assert len(report.verdicts) == len(ranks) * made.dims.experts * 2
+    assert {verdict.wrong for verdict in report.verdicts} == {0}
