@@ -13,9 +13,14 @@ import sys
 
 import click
 import numpy as np
-import torch
-from torch import Tensor
-from torch.nn.functional import silu
+
+try:
+    import torch
+    from torch import Tensor
+    from torch.nn.functional import silu
+except ModuleNotFoundError:
+    print("error: this needs torch: pip install '.[torch]', or '.[sglang]' with the kernel", file=sys.stderr)
+    raise SystemExit(2) from None
 
 from marlin_convert import ConvertError, load_rank, open_shards
 from marlin_convert.kernels.fused_moe import Experts, Routing, contiguous_expert_map, fused_moe, route
@@ -114,4 +119,5 @@ if __name__ == "__main__":
     try:
         main()
     except ConvertError as error:
-        raise SystemExit(f"error: {error}") from None
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None

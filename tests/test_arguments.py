@@ -69,7 +69,7 @@ def test_odd_values_of_a_conversion(
         ("give layers or units, not both", lambda out: load_rank(out, 0, layers=[1], units=["top"])),
         ("has no layer-009 on rank 0", lambda out: load_rank(out, 0, device="cpu", layers=[9])),
         ("has no rank 2; it has 0, 1", lambda out: open_shards(out, 2)),
-        ("has no rank 0;", lambda out: open_shards(out, "0")),
+        ("rank is '0'; it must be a whole number of at least 0", lambda out: open_shards(out, "0")),
         ("is not the id of a hub repository", download),
         ("folder is 5;", lambda out: download("org/name", 5)),
     ],

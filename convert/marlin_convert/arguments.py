@@ -10,14 +10,18 @@ from marlin_convert.errors import UsageError
 
 
 def refuse_odd(
-    *, places: dict[str, Any] | None = None, lists: dict[str, Any] | None = None, **sizes: Any
+    *,
+    places: dict[str, Any] | None = None,
+    lists: dict[str, Any] | None = None,
+    least: int = 1,
+    **sizes: Any,
 ) -> None:
-    """Raise UsageError, naming the parameter, where one of `sizes` is no whole number of at least 1, one of
-    `lists` no list of whole numbers of at least 0, or one of `places` no path. None is left out.
+    """Raise UsageError, naming the parameter, where one of `sizes` is no whole number of at least `least`,
+    one of `lists` no list of whole numbers of at least 0, or one of `places` no path. None is left out.
     """
     for name, value in sizes.items():
-        if value is not None and not _whole(value, 1):
-            raise UsageError(f"{name} is {value!r}; it must be a whole number of at least 1")
+        if value is not None and not _whole(value, least):
+            raise UsageError(f"{name} is {value!r}; it must be a whole number of at least {least}")
     for name, value in (lists or {}).items():
         fits = isinstance(value, Iterable) and not isinstance(value, (str, bytes))
         if value is not None and not (fits and all(_whole(each, 0) for each in value)):

@@ -127,11 +127,11 @@ def test_a_missing_file(folder: Path, made: Checkpoint) -> None:
     (folder / second).unlink()
     assert (
         refusal(folder)
-        == f"1 of {len(made.files)} weight files are missing: {second}; fetch them, then run the same command"
+        == f"1 of {len(made.files)} weight files missing: {second}; fetch them, then run the same command"
     )
     for name in made.files:
         (folder / name).unlink(missing_ok=True)
-    assert f"{len(made.files)} of {len(made.files)} weight files are missing: {first}, {second}, " in refusal(
+    assert f"{len(made.files)} of {len(made.files)} weight files missing: {first}, {second}, " in refusal(
         folder
     )
 

@@ -515,3 +515,34 @@ def test_what_the_hubs_tools_leave_is_no_damage(tiny_tp2: Path, command: Command
     assert command("verify", out)[0] == 0
     (out / ".cache" / "other").write_text("1")
     assert command("verify", out)[0] == 1
+
+
+def test_inspect_says_what_is_not_there(copied: Path, command: Command) -> None:
+    assert json.loads(command("inspect", copied, "--json")[1])["missing"] == []
+    lost = copied / "rank-01-of-02" / "layer-001.safetensors"
+    lost.write_bytes(lost.read_bytes()[:-4096])
+    code, stdout, stderr = command("inspect", copied)
+    assert code == 0
+    assert "complete: False" in stdout
+    assert stderr == (
+        "note: 1 listed shard gone or of another size, such as rank-01-of-02/layer-001.safetensors:"
+        f" marlin-convert verify {copied}\n"
+    )
+    found = json.loads(command("inspect", copied, "--json")[1])
+    assert (found["complete"], found["missing"]) == (False, ["rank-01-of-02/layer-001.safetensors"])
+
+
+def test_where_some_ranks_are_elsewhere_the_option_is_named(copied: Path, command: Command) -> None:
+    """A node that loads one rank has the files of that."""
+    shutil.rmtree(copied / "rank-01-of-02")
+    code, _, stderr = command("verify", copied)
+    assert code == 1
+    assert stderr.startswith("to mend it: rank-01-of-02: not here; where that is meant, verify what is here")
+    assert command("verify", copied, "--ranks", 0)[0] == 0
+
+
+@pytest.mark.parametrize("verb", ["verify", "inspect"])
+def test_where_the_report_is_is_said(tiny_tp2: Path, tmp_path: Path, command: Command, verb: str) -> None:
+    _, _, stderr = command(verb, tiny_tp2, "--report", tmp_path / "report")
+    assert stderr == f"report: {tmp_path}/report/{verb}.html\n"
+    assert (tmp_path / "report" / f"{verb}.html").exists()

@@ -38,7 +38,7 @@ REST = documents(
     Manifest,
     units=documents(Unit, name=st.just("top")).map(lambda unit: (unit,)),
     shards=documents(Shard, unit=st.just("top")).map(lambda shard: (shard,)),
-    parallel=documents(Parallel, tp=st.just(4), ep=st.just(2), attn_tp=st.sampled_from([None, 1, 2])),
+    parallel=documents(Parallel, tp=st.just(4), ep=st.just(2), attn_tp=st.none()),
 )
 
 
@@ -49,7 +49,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
     names = st.sampled_from([unit.name for unit in units])
     shards = [replace(shard, unit=draw(names)) for shard in draw(SHARDS)]
     tp, ep = draw(SPLITS)
-    parallel = replace(manifest.parallel, tp=tp, ep=ep)
+    parallel = replace(manifest.parallel, tp=tp, ep=ep, attn_tp=draw(st.sampled_from([None, 1, tp])))
     made: Manifest = replace(manifest, units=tuple(units), shards=tuple(shards), parallel=parallel)
     return made
 

@@ -282,7 +282,7 @@ def test_refused_by_the_disk(trial: Trial, call: str, share: float, number: str)
         "EIO": "check the disk",
         "EDQUOT": "free some of your quota",
     }[number] in done.stderr
-    assert "run the same command again to continue" in done.stderr
+    assert "then run the same command again" in done.stderr
     assert not (trial.out / "manifest.json").exists()
     assert trial.partials() == []
     trial.assert_continues()
@@ -441,7 +441,7 @@ def test_disk_that_fills_up(trial: Trial, small_disk: Path, monkeypatch: pytest.
     monkeypatch.setattr(pipeline, "refuse_full_disk", lambda *arguments: None)
     with pytest.raises(
         MachineError,
-        match=r"No space left on device; free some space, then run the same command again to continue",
+        match=r"No space left on device; free some space, then run the same command again",
     ):
         pipeline.convert(str(trial.source), trial.out, tp=2, threads=1)
     assert trial.partials() == []

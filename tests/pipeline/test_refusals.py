@@ -131,7 +131,7 @@ SOURCES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "missing file": (
         lambda f: shards_of(f)[1].unlink(),
-        "1 of 6 weight files are missing: model-00002-of-000006.safetensors",
+        "1 of 6 weight files missing: model-00002-of-000006.safetensors",
     ),
     "file more": (
         lambda f: shutil.copy(shards_of(f)[0], f / "model-x.safetensors"),

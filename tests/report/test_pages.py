@@ -37,7 +37,7 @@ def states(document: dict[str, Any]) -> dict[tuple[str, int | None], str]:
 def test_exact(tiny: Checkpoint, tiny_tp2: Path, command: Command, tmp_path: Path, with_source: bool) -> None:
     source = ("--source", tiny.folder) if with_source else ()
     code, out, said = command("verify", tiny_tp2, *source, "--report", tmp_path / "a" / "b")
-    assert (code, said) == (0, "")
+    assert (code, said) == (0, f"report: {tmp_path}/a/b/verify.html\n")
     page, document = report(tmp_path / "a" / "b")
     assert "✓ EXACT" in page.text
     assert out.removeprefix("exact: ").strip() in page.text
@@ -100,7 +100,9 @@ def test_a_wrong_nibble(copied: Path, command: Command, tmp_path: Path) -> None:
     page, document = report(tmp_path / "report")
     assert "✕ NOT OK" in page.text
     assert f"first: {SHARD}: layer 1, expert 2," in page.text
-    assert said.removeprefix("to mend it: ").strip() in page.text
+    written, mend = said.splitlines()
+    assert written == f"report: {tmp_path}/report/verify.html"
+    assert mend.removeprefix("to mend it: ") in page.text
     assert f"rm -f -- {copied}/{SHARD} marlin-convert convert SOURCE {copied} --tp 2 --ep 1" in page.text
     assert [place for place, state in states(document).items() if state != "exact"] == [("layer-001", 1)]
     assert states(document)["layer-001", 1] == "wrong"

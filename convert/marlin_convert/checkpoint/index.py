@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from marlin_convert.checkpoint.header import Header, TensorEntry
 from marlin_convert.documents.codec import parse_json
 from marlin_convert.errors import SourceError
+from marlin_convert.words import count
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -47,8 +48,8 @@ def weight_files(present: Iterable[str], weight_map: dict[str, str] | None) -> l
     named = set(weight_map.values())
     if missing := sorted(named - here):
         raise SourceError(
-            f"{len(missing)} of {len(named)} weight files are missing: {_some(missing)}; fetch them, then run"
-            " the same command"
+            f"{len(missing)} of {count(len(named), 'weight file')} missing: {_some(missing)}; fetch them,"
+            " then run the same command"
         )
     if extra := sorted(here - named):
         raise SourceError(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from marlin_convert.checkpoint.index import INDEX_NAME
 from marlin_convert.checks.findings import SOURCE_DAMAGED, STRAY
 from marlin_convert.documents.checks import KernelCheck, ReportedFinding, VerifyReport
 from marlin_convert.words import count, gigabytes
@@ -81,6 +84,21 @@ def mend(findings: Sequence[ReportedFinding]) -> str:
         return (
             "run the same convert command again with --overwrite: what the folder keeps to prove itself is"
             " damaged"
+        )
+    folders = sorted(
+        {
+            finding.path.partition("/")[0]
+            for finding in findings
+            if finding.path.startswith("rank-")
+            and finding.path.endswith(f"/{INDEX_NAME}")
+            and os.strerror(errno.ENOENT) in finding.what
+        }
+    )
+    if folders:
+        names = ", ".join(folders[:3]) + (f" and {len(folders) - 3} more" if len(folders) > 3 else "")
+        return (
+            f"{names}: not here; where that is meant, verify what is here with --ranks, else run the same"
+            " convert command again, which remakes what is missing"
         )
     stray = [finding for finding in findings if STRAY in finding.what]
     move = "move away what is not in the manifest" if stray else ""

@@ -22,6 +22,10 @@ from marlin_convert.extras import EXTRAS, missing
 VERBS = ("plan", "download", "convert", "verify", "inspect", "diff", "bench", "doctor")
 
 
+#: verbs that go on where they were when they are run again
+CONTINUED = ("download", "convert")
+
+
 class Verbs(CommandsByFile):
     """The verbs, which an interrupt leaves as an error that has it as its cause."""
 
@@ -46,7 +50,7 @@ def cli() -> None:
     """Kimi-K2 INT4 checkpoints to per-GPU shards in the Marlin MoE layout, proven bit for bit.
 
     Exit codes: 0 done; 1 something in OUT is wrong; 2 usage or conflicting options; 3 the source is not what
-    it should be; 4 disk, network or machine failed (run it again to continue); 130 and 143 interrupted.
+    it should be; 4 disk, network or machine failed (mend that, run it again); 130 and 143 interrupted.
     """
 
 
@@ -65,7 +69,7 @@ def main() -> None:
         code = streams.close(run(sys.argv[1:]))
         interrupts.ignore()
     except KeyboardInterrupt as interrupt:  # while it was said how the run ended
-        code = streams.close(_interrupted(interrupt))
+        code = streams.close(_interrupted(interrupt, sys.argv[1:]))
         interrupts.ignore()
     interrupts.end(code)
 
@@ -93,7 +97,7 @@ def _run(arguments: list[str]) -> int:
         streams.fail(shown.getvalue().rstrip("\n"), begin="")
         return error.exit_code
     except (click.Abort, KeyboardInterrupt) as interrupt:
-        return _interrupted(interrupt)
+        return _interrupted(interrupt, arguments)
     except SystemExit:  # click's answer where nobody reads the output any more; verbs end with ctx.exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
@@ -129,8 +133,9 @@ def _call(arguments: list[str]) -> object:
         raise
 
 
-def _interrupted(interrupt: BaseException) -> int:
-    streams.say("interrupted; run the same command again to continue")
+def _interrupted(interrupt: BaseException, arguments: list[str]) -> int:
+    goes_on = any(argument in CONTINUED for argument in arguments[:1])
+    streams.say("interrupted" + ("; run the same command again to continue" if goes_on else ""))
     return 143 if isinstance(interrupt, Terminated) else 130
 
 

@@ -12,7 +12,7 @@ from marlin_convert.cli import output
 from marlin_convert.cli.by_file import examples
 from marlin_convert.cli.options import json_option, rank_option
 from marlin_convert.cli.report import report_option, reporter
-from marlin_convert.words import gigabytes, ranges
+from marlin_convert.words import count, gigabytes, ranges
 
 
 @click.command(
@@ -52,8 +52,15 @@ def command(path: Path, tensor: str | None, rank: int, report: Path | None, as_j
         found = inspect.describe_tensor_in(path, tensor) if tensor else inspect.describe_file(path)
     if as_json:
         output.document(found)
-    else:
-        _print(to_builtins(found))
+        return
+    shown = to_builtins(found)
+    lost = shown.pop("missing", ())
+    _print(shown)
+    if lost:
+        output.message(
+            f"note: {count(len(lost), 'listed shard')} gone or of another size, such as {lost[0]}:"
+            f" marlin-convert verify {path}"
+        )
 
 
 def _print(found: dict[str, Any]) -> None:

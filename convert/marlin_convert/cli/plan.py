@@ -88,7 +88,7 @@ def _show_group(made: OutputPlan, group: Sequence[OutputUnit], every: bool) -> N
     first, last = group[0], group[-1]
     name = first.name if first is last else f"{first.name} .. {last.name} ({count(len(group), 'unit')})"
     output.result(
-        f"{name}: {count(len(first.ranks), 'file')} of {first.file_size:,} bytes each, such as"
+        f"{name}: {count(len(first.ranks), 'file')} of {first.file_size:,} bytes, such as"
         f" {made.path(first, first.ranks[0])}"
     )
     if first.name == "common" and not every:
@@ -154,7 +154,7 @@ def _show_totals(report: PlanReport) -> None:
         f" for buffers (by {memory.by})"
     )
     if report.prospect is not None:
-        _show_prospect(report.prospect, len(made.units))
+        _show_prospect(report.prospect, len(made.units), report.source.folder is None)
 
 
 #: what convert would do in OUT
@@ -167,15 +167,16 @@ WORDS = {
 }
 
 
-def _show_prospect(found: Prospect, units: int) -> None:
+def _show_prospect(found: Prospect, units: int, fetched: bool) -> None:
     """What convert would do, what it takes on the disk, and how long."""
     output.result(
         f"there convert would {WORDS[found.action]}; {found.units} of {count(units, 'unit')} to make"
     )
     if not found.units:
         return
+    more = " and fetched files" if fetched else ""
     output.result(
-        f"space: {found.needed:,} bytes ({gigabytes(found.needed)}) with documents and fetched files;"
+        f"space: {found.needed:,} bytes ({gigabytes(found.needed)}) with documents{more};"
         f" {gigabytes(found.free)} free"
     )
     rates = [

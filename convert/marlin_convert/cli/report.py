@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from msgspec import Struct
 
+from marlin_convert.cli import output
+
 if TYPE_CHECKING:
     from marlin_convert.documents.manifest import Manifest
     from marlin_convert.report.folder import ReportFolder
@@ -61,7 +63,8 @@ class Reporter:
     def finish(self, document: D, page: Callable[[Manifest, D, About], Page]) -> None:
         """Write it. Raises MachineError."""
         if self.to is not None and self.manifest is not None:
-            self.to.finish(document, page(self.manifest, document, self.to.about))
+            made = self.to.finish(document, page(self.manifest, document, self.to.about))
+            output.message(f"report: {made}")
 
 
 def reporter(folder: Path | None, name: str, out: str) -> Reporter:

@@ -73,6 +73,7 @@ class InspectedFolder(Struct, frozen=True):
     ranks: Annotated[tuple[Count, ...], about("ranks that are here", uniqueItems=True)]
     layers: Annotated[tuple[Count, ...], about("layers that are here", uniqueItems=True)]
     complete: Annotated[bool, about("whether all of the model is here")]
+    missing: Annotated[tuple[Text, ...], about("shards that are gone or of another size")]
     checks: Annotated[Checks, about("what was proven while converting")]
     source: InspectedSource
     bytes: Annotated[OneOrMore, about("bytes of all shard files")]

@@ -27,7 +27,9 @@ def kernel_check(target: Target, device: str = "cuda") -> Check:
     OutputError naming the first finding.
     """
     if not installed("torch"):
-        raise UsageError("--verify kernel needs torch: pip install '.[torch]', or use --verify exact")
+        raise UsageError(
+            "--verify kernel needs torch and a kernel package: pip install '.[sglang]', or use --verify exact"
+        )
     from marlin_convert.checks.kernel.kernel_report import KernelReport
     from marlin_convert.checks.kernel.layer_files import LayerFiles, originals_from_source
     from marlin_convert.checks.kernel.scope import CheckScope

@@ -12,6 +12,7 @@ from marlin_convert.documents.manifest import Manifest, read_manifest
 from marlin_convert.documents.records import JobRecord
 from marlin_convert.errors import ConvertError, UsageError
 from marlin_convert.pipeline.work_folder import REMOVING, WORK, WorkFolder, is_marked
+from marlin_convert.shards.inspect import lost_shards
 from marlin_convert.shards.kept_source import may_be_edited, recorded_digests, sound_bytes
 from marlin_convert.storage.files import machine_errors
 
@@ -83,17 +84,6 @@ def _is_empty(out: Path) -> bool:
     """
     inside = {path.relative_to(out).as_posix() for path in out.rglob("*")}
     return inside <= {WORK, f"{WORK}/units", f"{WORK}/job.json.partial", f"{WORK}/{REMOVING}.partial"}
-
-
-def lost_shards(out: Path, manifest: Manifest) -> frozenset[str]:
-    """Shards of a finished conversion that are gone or of another size. What is in them is for `verify` to
-    say.
-    """
-    return frozenset(shard.path for shard in manifest.shards if not _is_there(out / shard.path, shard.size))
-
-
-def _is_there(path: Path, size: int) -> bool:
-    return path.is_file() and path.stat().st_size == size
 
 
 def _documents(out: Path, manifest: Manifest) -> tuple[list[str], list[str]]:

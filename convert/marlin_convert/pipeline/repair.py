@@ -8,9 +8,9 @@ from marlin_convert.checkpoint.source import Source
 from marlin_convert.documents.manifest import Manifest, Shard, Unit, read_manifest
 from marlin_convert.documents.records import ExpertDigests, FinishedFile, FinishedUnit, JobRecord
 from marlin_convert.errors import OutputError
-from marlin_convert.pipeline.out_state import lost_shards
 from marlin_convert.pipeline.target import Target
 from marlin_convert.pipeline.work_folder import WorkFolder
+from marlin_convert.shards.inspect import lost_shards
 from marlin_convert.shards.kept_source import DIGESTS, ZEROS, digests_by_tensor, sound_bytes
 
 

@@ -77,6 +77,5 @@ def _refuse(folder: Path, size: int, freed: int, of_it: str, hint: str) -> None:
     if free < size:
         raise MachineError(
             f"{folder}: {gigabytes(size)}{of_it} are still to be written but only {gigabytes(free)} are free:"
-            f" {gigabytes(size - free)} too little; {hint}free some space, then run the same command again to"
-            " continue"
+            f" {gigabytes(size - free)} too little; {hint}free some space, then run the same command again"
         )

@@ -49,11 +49,12 @@ class ReportFolder:
                 self._write(unfinished(self.about, str(error)))
             raise
 
-    def finish(self, document: Struct, page: Page) -> None:
-        """Put the report there. Raises MachineError."""
+    def finish(self, document: Struct, page: Page) -> Path:
+        """Put the report there; returns where the page is. Raises MachineError."""
         with self._writing():
             write_atomic(self._path("json"), write(document) + b"\n")
             self._write(page)
+        return self._path("html")
 
     def _writing(self) -> AbstractContextManager[None]:
         return machine_errors(f"writing the report into {self.folder}")

@@ -39,6 +39,8 @@ def _to_run(outcome: Outcome, found: Sequence[ReportedFinding], manifest: Manife
     if len(wrong) > REMOVED:
         lines.append(f"# and {len(wrong) - REMOVED:,} more: those that the findings name")
     again = f"marlin-convert convert SOURCE {shlex.quote(out)} --tp {manifest.tp} --ep {manifest.ep}"
+    if manifest.parallel.attn_tp is not None:
+        again += f" --attn-tp {manifest.parallel.attn_tp}"
     if not manifest.complete:
         again += "   # and its --layers and --ranks"
     return commands(*lines, again, about.command)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from marlin_convert.checkpoint.store import header_of
-from marlin_convert.documents.manifest import read_manifest
+from marlin_convert.documents.manifest import Manifest, read_manifest
 from marlin_convert.documents.results import (
     Code,
     InspectedEntry,
@@ -36,12 +36,12 @@ AT_A_TIME = 1 << 24
 
 
 def describe_folder(out: Path) -> InspectedFolder:
-    """A converted folder, from its manifest."""
+    """A converted folder, from its manifest, and which of its shards are not there."""
     manifest = read_manifest(out)
     files = {
         unit.name: [shard for shard in manifest.shards if shard.unit == unit.name] for unit in manifest.units
     }
-    source = manifest.source
+    source, lost = manifest.source, lost_shards(out, manifest)
     return InspectedFolder(
         layout=manifest.layout_id,
         group_size=manifest.group_size,
@@ -49,7 +49,8 @@ def describe_folder(out: Path) -> InspectedFolder:
         ep=manifest.ep,
         ranks=manifest.ranks,
         layers=manifest.layers,
-        complete=manifest.complete,
+        complete=manifest.complete and not lost,
+        missing=tuple(sorted(lost)),
         checks=manifest.checks,
         source=InspectedSource(source.id, source.tensors, source.payload_bytes, source.repo, source.revision),
         bytes=sum(shard.size for shard in manifest.shards),
@@ -64,6 +65,17 @@ def describe_folder(out: Path) -> InspectedFolder:
             if shards
         ),
     )
+
+
+def lost_shards(out: Path, manifest: Manifest) -> frozenset[str]:
+    """Shards of a finished conversion that are gone or of another size. What is in them is for `verify` to
+    say.
+    """
+    return frozenset(shard.path for shard in manifest.shards if not _is_there(out / shard.path, shard.size))
+
+
+def _is_there(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size
 
 
 def describe_file(path: Path) -> InspectedFile:

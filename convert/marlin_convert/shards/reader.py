@@ -13,6 +13,7 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
+from marlin_convert.arguments import refuse_odd
 from marlin_convert.checkpoint.header import Header, read_header
 from marlin_convert.documents.manifest import FusedTensor, Manifest, Shard, StoredTensor, read_manifest
 from marlin_convert.errors import OutputError, SourceError, UsageError
@@ -225,6 +226,7 @@ def open_shards(
 
     Raises OutputError, or UsageError for a rank that is not there.
     """
+    refuse_odd(places={"out": out}, least=0, rank=rank)
     folder = Path(out)
     manifest = manifest or read_manifest(folder)
     if rank is not None and rank not in manifest.ranks:

@@ -250,9 +250,7 @@ def machine_error(what: str, error: OSError) -> ConvertError:
         errno.EMFILE: "raise the limit of open files (ulimit -n) or give fewer --threads",
         errno.ENOMEM: "give a smaller --memory or fewer --threads",
     }.get(error.errno or 0, "check the disk")
-    return MachineError(
-        f"{what}: {error.strerror or error}; {advice}, then run the same command again to continue"
-    )
+    return MachineError(f"{what}: {error.strerror or error}; {advice}, then run the same command again")
 
 
 def open_direct(path: Path, flags: int) -> int | None:
