@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Lock
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,35 @@ class Point:
 
 
 Progress = Callable[[Point], None]
+
+
+class Tally:
+    """Adds up the bytes of a stage that goes through `units`, of `total` in all, and tells `progress`; from
+    any thread.
+    """
+
+    def __init__(self, stage: str, total: int, units: Sequence[str], progress: Progress | None) -> None:
+        self._stage, self._total, self._progress = stage, total, progress
+        self._numbers = {name: number for number, name in enumerate(units, 1)}
+        self._lock, self._done, self._unit = Lock(), 0, ""
+
+    def count(self, unit: str, size: int = 0) -> None:
+        """A unit was begun, or so many bytes of it are done with."""
+        with self._lock:
+            self._done += size
+            self._unit = max(self._unit, unit, key=lambda name: self._numbers.get(name, 0))
+            self._tell(self._stage, self._unit)
+
+    def then(self, stage: str) -> None:
+        """All units are done, and another stage comes."""
+        with self._lock:
+            self._tell(stage, "")
+
+    def _tell(self, stage: str, unit: str) -> None:
+        if self._progress is not None:
+            units = len(self._numbers) if unit else 0
+            number = self._numbers.get(unit, 0)
+            self._progress(Point(stage, self._done, self._total, unit, number, units))
 
 
 class Compiling:

@@ -4,7 +4,7 @@ matrices, compared with their digests.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -146,10 +146,11 @@ class ExpertCheck:
         """A finding for each rank whose slice is wrong, as far as that is known."""
         matrix = matrices[wrong.projection, wrong.role]
         hint = self.published.hint(self._name(wrong.expert, wrong.projection, wrong.role), digest(matrix))
-        hint = hint or self._swapped(wrong, ranks, matrices)
+        suspects: Sequence[int | None] = [rank for rank, _ in sorted(wrong.culprits)]
+        if not hint and (swapped := self._swapped(wrong, ranks, matrices)):
+            hint, suspects = ": gate and up are exchanged", sorted(swapped)
         for key in sorted(wrong.culprits):
             hint = hint or self._whose_piece(key, pieces)
-        suspects: Sequence[int | None] = [rank for rank, _ in sorted(wrong.culprits)]
         for suspect in suspects or self._differing_ranks(wrong, matrix, ranks):
             unknown = suspect is None and not self.published.has_files
             ask = "; on which rank, verify --source tells" if unknown else ""
@@ -175,26 +176,32 @@ class ExpertCheck:
         parts = np.array_split(differs, len(owners), axis=1 if wrong.projection == "down_proj" else 0)
         return [rank for rank, part in zip(owners, parts, strict=True) if part.any()] or [None]
 
-    def _swapped(self, wrong: _Wrong, ranks: Sequence[int], matrices: Matrices) -> str:
-        """Whether exchanging gate and up on the suspect ranks (all of them where none is known) gives the
-        source.
+    def _swapped(self, wrong: _Wrong, ranks: Sequence[int], matrices: Matrices) -> frozenset[int]:
+        """The ranks on which exchanging gate and up gives the source, if any do: the suspect ones, where none
+        is known all of them or one alone.
         """
         if wrong.projection == "down_proj":
-            return ""
-        owners = self.stored.owners(wrong.expert)
+            return frozenset()
+        known = frozenset(rank for rank, _ in wrong.culprits)
+        tries = [known] if known else [frozenset(ranks), *(frozenset({rank}) for rank in ranks)]
         gate, up = (matrices[projection, wrong.role].copy() for projection in ("gate_proj", "up_proj"))
+        for tried in tries:
+            self._exchange(wrong.expert, tried, gate, up)
+            if all(
+                digest(matrix) == self.published.digest(self._name(wrong.expert, projection, wrong.role))
+                for projection, matrix in (("gate_proj", gate), ("up_proj", up))
+            ):
+                return tried
+            self._exchange(wrong.expert, tried, gate, up)  # back
+        return frozenset()
+
+    def _exchange(self, expert: int, ranks: Iterable[int], gate: Bytes, up: Bytes) -> None:
+        """Exchange the slices of some ranks."""
+        owners = self.stored.owners(expert)
         local = gate.shape[0] // len(owners)
-        for rank in {rank for rank, _ in wrong.culprits} or set(ranks):
-            at = owners.index(rank) * local
-            gate[at : at + local], up[at : at + local] = (
-                up[at : at + local].copy(),
-                gate[at : at + local].copy(),
-            )
-        for projection, matrix in (("gate_proj", gate), ("up_proj", up)):
-            name = self._name(wrong.expert, projection, wrong.role)
-            if digest(matrix) != self.published.digest(name):
-                return ""
-        return ": gate and up are exchanged"
+        for rank in ranks:
+            part = slice(owners.index(rank) * local, (owners.index(rank) + 1) * local)
+            gate[part], up[part] = up[part].copy(), gate[part].copy()
 
     def _whose_piece(self, key: Key, pieces: Mapping[Key, Bytes]) -> str:
         """Whether a damaged piece is another expert's of the same tensor."""

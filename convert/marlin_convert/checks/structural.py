@@ -26,23 +26,27 @@ from marlin_convert.documents.engine_files import (
 from marlin_convert.documents.manifest import Manifest, Shard
 from marlin_convert.errors import OutputError
 from marlin_convert.models.quantization import rewritten
-from marlin_convert.shards.kept_source import ZEROS, KeptSource
+from marlin_convert.shards.kept_source import DIGESTS, ZEROS, KeptSource
 from marlin_convert.storage.files import file_digest, read_small
 from marlin_convert.storage.shard_file import is_filler
 
 UNLISTED = frozenset({"manifest.json", "provenance.json"})
 
 
-def check_listed_files(out: Path, part: Part, report: Verification) -> None:
-    """Size and digest of every file beside the shards; nothing else lies in OUT; provenance.json is as it was
-    written.
+def check_listed_files(out: Path, part: Part, kept: KeptSource, report: Verification) -> None:
+    """Size and digest of every file beside the shards (of source/digests.bin, as `kept` was read from it);
+    nothing else lies in OUT; provenance.json is as it was written.
     """
     manifest = part.manifest
     for file in manifest.files:
         if not part.has(file.path):
             continue
         try:
-            size, value = file_digest(out / file.path, min(file.size, LISTED))
+            size, value = (
+                kept.digests_file
+                if file.path == DIGESTS
+                else file_digest(out / file.path, min(file.size, LISTED))
+            )
         except OSError as error:
             report.add(Finding(file.path, f"cannot be read ({error.strerror})"))
             continue

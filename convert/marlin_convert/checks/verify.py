@@ -32,8 +32,8 @@ from marlin_convert.documents.manifest import Unit, read_manifest
 from marlin_convert.errors import OutputError, UsageError
 from marlin_convert.layout import get_layout, known_layouts
 from marlin_convert.limits import usable_cores
-from marlin_convert.progress import Point, Progress
-from marlin_convert.shards.kept_source import KeptSource, read_kept_source, sound_bytes
+from marlin_convert.progress import Progress, Tally
+from marlin_convert.shards.kept_source import DIGESTS, KeptSource, read_kept_source, sound_bytes
 from marlin_convert.storage.files import digest, machine_errors
 from marlin_convert.storage.reads import PieceReader
 from marlin_convert.storage.shard_file import is_filler
@@ -74,7 +74,7 @@ def verify(
     begin = time.perf_counter()
     with machine_errors(f"checking {out}"):
         kept = read_kept_source(folder, manifest)
-        check_listed_files(folder, part, report)
+        check_listed_files(folder, part, kept, report)
         check_documents(part, kept, folder, report)
         right = check_manifest(manifest, kept, report)
         check_coverage(manifest, kept, report)
@@ -86,7 +86,8 @@ def verify(
             for shard in part.shards
             if check_shard(folder, manifest, shard, kept.model.experts, report)
         }
-        sound = sound_bytes(folder, manifest, "source/digests.bin") is not None
+        listed = ((file.size, file.digest) for file in manifest.files if file.path == DIGESTS)
+        sound = next(listed, None) == kept.digests_file
         if opened is None and not sound:
             raise OutputError(
                 f"{out}/source/digests.bin is damaged, so nothing can be proven from {out} alone: give"
@@ -95,7 +96,7 @@ def verify(
         read = time.perf_counter()
         published = Published(kept, opened, sound, report)
         tasks = list(_Data(folder, part, kept, published).tasks(good & right, report))
-        _run(tasks, threads or usable_cores(), progress or (lambda point: None))
+        _run(tasks, threads or usable_cores(), progress)
     end = time.perf_counter()
     report.seconds = {"documents and headers": read - begin, "tensors": end - read, "total": end - begin}
     return report
@@ -109,14 +110,13 @@ class _Task(NamedTuple):
     check: Callable[[], None]
 
 
-def _run(tasks: Sequence[_Task], threads: int, progress: Progress) -> None:
+def _run(tasks: Sequence[_Task], threads: int, progress: Progress | None) -> None:
     """Do all of it, on threads, and tell how far it is."""
-    total, done = sum(task.size for task in tasks), 0
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(task.unit for task in tasks), 1)}
+    units = list(dict.fromkeys(task.unit for task in tasks))
+    tally = Tally("verifying", sum(task.size for task in tasks), units, progress)
     with Workers(threads) as workers:
         for task, _ in zip(tasks, workers.map(lambda task: task.check(), tasks), strict=True):
-            done += task.size
-            progress(Point("verifying", done, total, task.unit, numbers[task.unit], len(numbers)))
+            tally.count(task.unit, task.size)
 
 
 class _Data:

@@ -38,6 +38,8 @@ class KeptSource:
     model: ModelConfig
     entries: dict[str, TensorEntry]
     digests: dict[str, bytes]
+    #: size and xxh3-128 (hex) of the file that they are from, as it was read
+    digests_file: tuple[int, str]
 
     def holders(self, value: bytes) -> list[str]:
         """Source tensors with this digest: whose data it is."""
@@ -131,4 +133,5 @@ def read_kept_source(out: Path, manifest: Manifest) -> KeptSource:
         model,
         {entry.name: entry for entry in entries},
         digests_by_tensor(headers, blob),
+        (len(blob), digest(blob).hex()),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,7 @@ from marlin_convert.checks.kernel.layer_files import (
     originals_from_source,
     originals_restored,
 )
-from marlin_convert.checks.kernel.scope import CheckScope, sampled
-from marlin_convert.checks.part import subset
+from marlin_convert.checks.kernel.scope import CheckScope, expert_units
 from marlin_convert.checks.published import open_same
 from marlin_convert.documents.manifest import Manifest, Unit, read_manifest
 from marlin_convert.errors import MachineError, UsageError
@@ -30,7 +30,7 @@ from marlin_convert.kernels.providers import Provider, environment, load_for
 from marlin_convert.kernels.quant_types import need_kernel_type
 from marlin_convert.layout import get_layout
 from marlin_convert.models.family import ModelConfig
-from marlin_convert.progress import Point, Progress
+from marlin_convert.progress import Progress, Tally
 from marlin_convert.shards.kept_source import read_kept_source
 from marlin_convert.shards.reader import Shards, open_shards
 
@@ -76,28 +76,22 @@ def verify_kernel(
         "ep": manifest.ep,
     }
     report = KernelReport(model=chosen.device == "cpu", environment=ran)
-    units = [
-        unit
-        for unit in manifest.units
-        if unit.layer is not None and any(origin.rule == "experts" for origin in unit.tensors)
-    ]
-    wanted = subset("layer", layers, [unit.layer for unit in units if unit.layer is not None])
-    on_ranks = subset("rank", ranks, list(manifest.ranks))
-    scope_experts = None if experts is None else tuple(subset("expert", experts, list(range(model.experts))))
-    if sample is not None:
-        scope_experts = sampled(scope_experts or range(model.experts), sample)
+    scope = CheckScope.of(manifest, model, ranks, experts, sample, tokens)
+    units = expert_units(manifest, layers)
     if opened is None and manifest.ranks != tuple(range(manifest.tp)):
         raise UsageError(
             "not all ranks are in this folder, so the originals cannot be restored from it; give --source"
         )
-    scope = CheckScope(tuple(on_ranks), scope_experts, tuple(tokens), model.top_k)
     shards = {
-        rank: open_shards(folder, rank, manifest) for rank in (manifest.ranks if opened is None else on_ranks)
+        rank: open_shards(folder, rank, manifest)
+        for rank in (manifest.ranks if opened is None else scope.ranks)
     }
-    checked = [unit for unit in units if unit.layer in wanted]
-    teller = _Teller(checked, scope, manifest, report, progress)
-    for unit in checked:
-        teller.begin(unit)
+    steps, size = scope.steps(manifest)
+    stage = "running the kernel's model" if report.model else "running the kernel"
+    tally = Tally(stage, steps * size * len(units), [unit.name for unit in units], progress)
+    for unit in units:
+        tally.count(unit.name)
+        report.step = partial(tally.count, unit.name, size)
         files = manifest_files(shards, manifest, unit, model)
         originals = (
             originals_from_source(opened, files)
@@ -106,48 +100,6 @@ def verify_kernel(
         )
         check_layer(files, originals, chosen, device, scope, report)
     return report
-
-
-class _Teller:
-    """Tells how far the check is, in bytes of the experts' matrices."""
-
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        scope: CheckScope,
-        manifest: Manifest,
-        report: KernelReport,
-        progress: Progress | None,
-    ) -> None:
-        self._progress, self._units, self._report = progress, units, report
-        stacked = [
-            tensor for shard in manifest.shards for tensor in shard.tensors if tensor.experts is not None
-        ]
-        local = stacked[0].shape[0] if stacked else 0
-        experts = range(local * manifest.ep) if scope.experts is None else scope.experts
-        moe_tp = manifest.tp // manifest.ep
-        pairs = sum(expert // local == rank // moe_tp for rank in scope.ranks for expert in experts)
-        one = {tensor.name.rpartition(".")[2]: tensor.size // local for tensor in stacked}
-        #: w13 and w2 of an expert are one step each
-        self._step, self._steps, self._done = sum(one.values()) // 2, 2 * pairs * len(units), 0
-        self._unit = ""
-        self._number = 0
-        report.step = self._count
-
-    def begin(self, unit: Unit) -> None:
-        """A layer comes."""
-        self._unit, self._number = unit.name, self._number + 1
-        self._tell()
-
-    def _count(self) -> None:
-        self._done += 1
-        self._tell()
-
-    def _tell(self) -> None:
-        if self._progress is not None:
-            done, total = self._done * self._step, self._steps * self._step
-            stage = "running the kernel's model" if self._report.model else "running the kernel"
-            self._progress(Point(stage, done, total, self._unit, self._number, len(self._units)))
 
 
 def check_layer(
