@@ -140,7 +140,7 @@ def test_every_command_named_anywhere_exists(page: Path) -> None:
     known = set(cli.list_commands(click.Context(cli)))
     assert {verb for verb, _ in words} <= known
     benches = {name for verb, name in words if verb == "bench" and name}
-    assert benches <= {"layout", "convert", "kernel", "load"}
+    assert benches <= {"layout", "convert", "verify", "kernel", "load"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -5,11 +5,9 @@ sides, rounds interleaved.
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,18 +18,16 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from marlin_convert.bench.cold import make_cold
-from marlin_convert.bench.peak_memory import PeakMemory
+from marlin_convert.bench.own_process import run_command
+from marlin_convert.bench.stats import summarize, this_machine
 from marlin_convert.bench.synthetic import make_layers
 from marlin_convert.documents.bench import (
     ConversionBench,
-    ConversionMachine,
     ConversionSettings,
     ConversionVariant,
 )
-from marlin_convert.documents.codec import read
 from marlin_convert.documents.provenance import Stage
 from marlin_convert.documents.results import ConvertResult
-from marlin_convert.errors import MachineError
 from marlin_convert.storage.files import lies_in_memory
 
 
@@ -134,46 +130,29 @@ def _convert(source: Path, out: Path, arguments: Sequence[str]) -> _Run:
     memory, its stages.
     """
     shutil.rmtree(out, ignore_errors=True)
-    command = [sys.executable, "-m", "marlin_convert", "convert", str(source), str(out), "--json", *arguments]
-    begin = time.perf_counter()
-    with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.PIPE)
-        peak = PeakMemory(process.pid)
-        _, errors = process.communicate()
-        wall = time.perf_counter() - begin
-        memory = peak.stop()
-        if process.returncode:
-            raise MachineError(
-                f"the conversion failed with exit code {process.returncode}:"
-                f" {errors.decode(errors='replace').strip()[-500:]}"
-            )
-        output.seek(0)
-        report = read(output.read(), ConvertResult, "convert --json printed something else")
+    ran = run_command("convert", [str(source), str(out), *arguments], ConvertResult)
     shutil.rmtree(out)
     os.sync()
-    return _Run(report.seconds, wall, memory, report.stages)
+    return _Run(ran.document.seconds, ran.wall, ran.peak_anonymous, ran.document.stages)
 
 
 def _report(size: int, runs: Mapping[str, Sequence[_Run]], settings: ConversionSettings) -> ConversionBench:
     copy = statistics.median(run.seconds for run in runs["cp"])
     variants = {name: _variant(name, size, copy, results) for name, results in runs.items()}
-    machine = ConversionMachine(
-        os.cpu_count(), platform.machine(), f"{platform.system()} {platform.release()}"
-    )
-    return ConversionBench(size, settings, machine, tuple(tell_check_apart(variants).values()))
+    return ConversionBench(size, settings, this_machine(), tuple(tell_check_apart(variants).values()))
 
 
 def _variant(name: str, size: int, copy: float, results: Sequence[_Run]) -> ConversionVariant:
-    seconds = sorted(run.seconds for run in results)
-    median = statistics.median(seconds)
+    seconds = tuple(run.seconds for run in results)
+    found = summarize(seconds)
     variant = ConversionVariant(
         name=name,
-        median=median,
-        least=seconds[0],
-        most=seconds[-1],
-        seconds=tuple(seconds),
-        gb_per_s=size / median / 1e9,
-        ratio_to_cp=median / copy,
+        median=found.median,
+        least=found.least,
+        most=found.most,
+        seconds=seconds,
+        gb_per_s=size / found.median / 1e9,
+        ratio_to_cp=found.median / copy,
     )
     if name == "cp":
         return variant

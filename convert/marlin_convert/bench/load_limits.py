@@ -5,20 +5,19 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from marlin_convert.bench.cold import evict, resident
+from marlin_convert.bench.plain_reads import CHUNK, read_whole
 from marlin_convert.engines.mapped import REGISTER, flat_bytes, host_register, host_unregister
 from marlin_convert.errors import MachineError
 from marlin_convert.shards.reader import Shards, open_shards
 from marlin_convert.storage.buffers import aligned_buffer
-from marlin_convert.storage.files import open_direct, open_regular
+from marlin_convert.storage.files import open_regular
 from marlin_convert.storage.page_cache import can_tell
 
-CHUNK = 16 << 20
 PINNED, CACHE, REGISTERING, DISK = (
     "pinned memory to the GPU",
     "page cache to pinned memory",
@@ -86,25 +85,5 @@ def disk_rate(files: Sequence[Path], threads: int) -> float:
 
 def _read_rate(files: Sequence[Path], threads: int, direct: bool) -> float:
     slots = torch.empty(threads * CHUNK, dtype=torch.uint8, pin_memory=True)
-    free = list(range(threads))
-    descriptors = {path: open_direct(path, os.O_RDONLY) if direct else None for path in files}
-    opened = {
-        path: open_regular(path) if descriptor is None else descriptor
-        for path, descriptor in descriptors.items()
-    }
-    pieces = [(path, at) for path in files for at in range(0, path.stat().st_size, CHUNK)]
-
-    def read(piece: tuple[Path, int]) -> int:
-        slot = free.pop()
-        view = slots[slot * CHUNK : (slot + 1) * CHUNK].numpy().data
-        got = os.preadv(opened[piece[0]], [view], piece[1])
-        free.append(slot)
-        return got
-
-    begin = time.perf_counter()
-    with ThreadPoolExecutor(threads) as workers:
-        total = sum(workers.map(read, pieces))
-    seconds = time.perf_counter() - begin
-    for descriptor in opened.values():
-        os.close(descriptor)
+    total, seconds = read_whole(files, slots.numpy(), direct)
     return total / seconds / 1e9

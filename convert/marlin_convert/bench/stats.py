@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from marlin_convert.documents.bench import BenchMachine
 
 
 @dataclass(frozen=True)
@@ -27,3 +31,8 @@ def summarize(values: Sequence[float]) -> Summary:
     if not values:
         raise ValueError("there is nothing to summarize")
     return Summary(statistics.median(values), min(values), max(values), len(values))
+
+
+def this_machine() -> BenchMachine:
+    """Where a bench runs, for its report."""
+    return BenchMachine(os.cpu_count(), platform.machine(), f"{platform.system()} {platform.release()}")

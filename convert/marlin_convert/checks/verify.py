@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from marlin_convert.arguments import refuse_odd
-from marlin_convert.assemble import StoredSlice, read_rows
+from marlin_convert.assemble import CHUNK, StoredSlice, read_rows
 from marlin_convert.checks.derived import check_manifest
 from marlin_convert.checks.experts import ExpertCheck, StoredLayer
 from marlin_convert.checks.findings import Finding, Verification
@@ -27,18 +26,19 @@ from marlin_convert.checks.structural import (
     check_listed_files,
     check_small_files,
 )
+from marlin_convert.checks.tasks import Task, run_tasks
 from marlin_convert.checks.units import UnitVerification
 from marlin_convert.documents.manifest import Unit, read_manifest
 from marlin_convert.errors import OutputError, UsageError
 from marlin_convert.layout import get_layout, known_layouts
-from marlin_convert.limits import usable_cores
-from marlin_convert.progress import Progress, Tally
+from marlin_convert.progress import Progress
 from marlin_convert.shards.kept_source import DIGESTS, KeptSource, read_kept_source, sound_bytes
 from marlin_convert.storage.files import digest, machine_errors
 from marlin_convert.storage.reads import PieceReader
 from marlin_convert.storage.shard_file import is_filler
-from marlin_convert.threads import Workers
 
+#: memory that checking a tensor takes that is streamed: a chunk as stored, joined, and of the source
+STREAMED = 3 * CHUNK
 REMAKE = "to mend it make it again: convert with --overwrite"
 
 
@@ -96,27 +96,10 @@ def verify(
         read = time.perf_counter()
         published = Published(kept, opened, sound, report)
         tasks = list(_Data(folder, part, kept, published).tasks(good & right, report))
-        _run(tasks, threads or usable_cores(), progress)
+        run_tasks(tasks, threads, progress)
     end = time.perf_counter()
     report.seconds = {"documents and headers": read - begin, "tensors": end - read, "total": end - begin}
     return report
-
-
-class _Task(NamedTuple):
-    """Something to check: of which unit, how many stored bytes, and what does it."""
-
-    unit: str
-    size: int
-    check: Callable[[], None]
-
-
-def _run(tasks: Sequence[_Task], threads: int, progress: Progress | None) -> None:
-    """Do all of it, on threads, and tell how far it is."""
-    units = list(dict.fromkeys(task.unit for task in tasks))
-    tally = Tally("verifying", sum(task.size for task in tasks), units, progress)
-    with Workers(threads) as workers:
-        for task, _ in zip(tasks, workers.map(lambda task: task.check(), tasks), strict=True):
-            tally.count(task.unit, task.size)
 
 
 class _Data:
@@ -130,7 +113,7 @@ class _Data:
         if manifest.layout_id not in known_layouts():
             raise OutputError(f"{out}: the layout {manifest.layout_id} is not one this program knows")
 
-    def tasks(self, good: set[str], report: Verification) -> Iterator[_Task]:
+    def tasks(self, good: set[str], report: Verification) -> Iterator[Task]:
         """A task for each tensor and each expert; `good` are the paths of shards that may be read."""
         for unit in self._manifest.units:
             shards = self._part.of_unit(unit)
@@ -144,7 +127,7 @@ class _Data:
             for task in self._unit_tasks(part):
                 yield task._replace(check=partial(part.timed, task.check))
 
-    def _unit_tasks(self, part: UnitVerification) -> Iterator[_Task]:
+    def _unit_tasks(self, part: UnitVerification) -> Iterator[Task]:
         unit, shards = part.unit, part.shards
         stored = [StoredSlice(shard, tensor) for shard in shards for tensor in shard.tensors]
         yield from self._plain_tasks(unit, stored, len(shards), part)
@@ -152,11 +135,11 @@ class _Data:
         for item in stored:
             if is_filler(item.tensor.name):
                 check = partial(self._check_filler, item, unit.layer, part)
-                yield _Task(unit.name, item.tensor.size, check)
+                yield Task(unit.name, item.tensor.size, item.tensor.size, check)
 
     def _plain_tasks(
         self, unit: Unit, stored: Sequence[StoredSlice], shards: int, report: Verification
-    ) -> Iterator[_Task]:
+    ) -> Iterator[Task]:
         check = PlainCheck(self._reader, self._published, report, self._manifest, unit.layer)
         for origin in unit.tensors:
             if origin.rule == "experts":
@@ -170,11 +153,11 @@ class _Data:
                 report.add(Finding("manifest.json", what, unit.layer))
                 continue
             size = sum(item.tensor.size for item in held)
-            yield _Task(unit.name, size, partial(check.check, origin, held))
+            yield Task(unit.name, size, STREAMED, partial(check.check, origin, held))
 
     def _expert_tasks(
         self, unit: Unit, stored: Sequence[StoredSlice], report: UnitVerification
-    ) -> Iterator[_Task]:
+    ) -> Iterator[Task]:
         stacked = [origin.tensor for origin in unit.tensors if origin.rule == "experts"]
         if not stacked or unit.layer is None:
             return
@@ -185,13 +168,17 @@ class _Data:
             for item in stored
             if item.tensor.name in stacked and item.shard.rank is not None
         }
+        ranks = {rank for rank, _ in held}
         shape = self._kept.model.expert_shape(moe_tp)
         layer = StoredLayer(unit.layer, prefix, layout, shape, experts, held, self._digests)
         sound = [self._is_sound(layer, key, report) for key in held]
         if all(sound):
             check, owned = ExpertCheck(self._reader, self._published, report, layer), layer.owned()
             size = sum(item.tensor.size for item in held.values()) // max(len(owned), 1)
-            yield from (_Task(unit.name, size, partial(check.check, expert)) for expert in owned)
+            # as stored, put together, and a copy to look closer at what is wrong
+            memory = 3 * moe_tp * sum(item.row_bytes for item in held.values()) // max(len(ranks), 1)
+            for expert in owned:
+                yield Task(unit.name, size, memory, partial(check.check, expert))
 
     def _is_sound(self, layer: StoredLayer, key: tuple[int, str], report: Verification) -> bool:
         """Whether a stacked tensor has the shape of its experts; and its digest must be that of theirs."""

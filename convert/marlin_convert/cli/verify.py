@@ -37,7 +37,11 @@ SHOWN = 40
 @click.option(
     "--source", help="The published checkpoint: compare with it, not only with what OUT keeps of it."
 )
-@click.option("--threads", type=click.IntRange(1), help="Worker threads [default: cores].")
+@click.option(
+    "--threads",
+    type=click.IntRange(1),
+    help="Worker threads [default: four more than cores, fewer where memory is short].",
+)
 @click.option(
     "--kernel",
     is_flag=True,

@@ -22,7 +22,7 @@ class ConversionSettings(Struct, frozen=True):
     ep: Ep
 
 
-class ConversionMachine(Struct, frozen=True):
+class BenchMachine(Struct, frozen=True):
     """Where it ran."""
 
     cores: Annotated[Count | None, about("cores")]
@@ -30,20 +30,29 @@ class ConversionMachine(Struct, frozen=True):
     system: Annotated[str, about("kernel and its version")]
 
 
-class ConversionVariant(Struct, frozen=True, omit_defaults=True):
-    """`cp`, or one way to convert, over all rounds."""
+PeakAnonymous = Annotated[
+    Count | None, about("bytes of anonymous memory, summed over the process tree, at most")
+]
+WallMedian = Annotated[Seconds | None, about("seconds with the start of the interpreter")]
 
-    name: Annotated[str, about("cp, or the way")]
+
+class Timed(Struct, frozen=True):
+    """One way to do a thing, over all rounds."""
+
+    name: Annotated[str, about("the way")]
     median: Annotated[Seconds, about("seconds")]
     least: Annotated[Seconds, about("of the fastest round")]
     most: Annotated[Seconds, about("of the slowest round")]
-    seconds: Annotated[tuple[Seconds, ...], about("of every round, sorted")]
-    gb_per_s: Annotated[Rate, about("bytes of the checkpoint over the median")]
+    seconds: Annotated[tuple[Seconds, ...], about("of every round, in order")]
+    gb_per_s: Annotated[Rate, about("bytes over the median")]
+
+
+class ConversionVariant(Timed, frozen=True, omit_defaults=True):
+    """`cp`, or one way to convert."""
+
     ratio_to_cp: Annotated[Share, about("median over the median of cp")]
-    peak_anonymous: Annotated[
-        Count | None, about("bytes of anonymous memory, summed over the process tree, at most")
-    ] = None
-    wall_median: Annotated[Seconds | None, about("seconds with the start of the interpreter")] = None
+    peak_anonymous: PeakAnonymous = None
+    wall_median: WallMedian = None
     stages: Annotated[
         StageTimes | None,
         about(
@@ -58,8 +67,30 @@ class ConversionBench(Struct, frozen=True):
 
     bytes: Annotated[Count, about("bytes of the checkpoint's files")]
     settings: Annotated[ConversionSettings, about("what was converted")]
-    machine: Annotated[ConversionMachine, about("where it ran")]
+    machine: Annotated[BenchMachine, about("where it ran")]
     variants: Annotated[tuple[ConversionVariant, ...], about("cp first, then the ways to convert")]
+
+
+class VerifyWay(Timed, frozen=True, omit_defaults=True):
+    """Plain reads, or `verify`."""
+
+    bytes: Annotated[Count, about("bytes read: of whole files, or of what verify reads and compares")]
+    resident: Annotated[Share, about("share of the files in the page cache before a round, at most")]
+    peak_anonymous: PeakAnonymous = None
+    wall_median: WallMedian = None
+
+
+class VerifyBench(Struct, frozen=True):
+    """`verify` against plain parallel reads of the same shards."""
+
+    files: Annotated[Count, about("shard files read")]
+    rounds: Annotated[OneOrMore, about("rounds")]
+    readers: Annotated[OneOrMore, about("threads of the plain reads")]
+    in_memory: Annotated[bool, about("whether the file system is one in memory, where nothing is cold")]
+    machine: Annotated[BenchMachine, about("where it ran")]
+    ways: Annotated[tuple[VerifyWay, ...], about("plain reads, then verify by its own clock")]
+    of_plain: Annotated[Share, about("gb_per_s of verify over that of plain reads, median of the rounds")]
+    of_plain_all: Annotated[tuple[Share, ...], about("the same, of each round")]
 
 
 class KernelRow(Struct, frozen=True):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from marlin_convert.documents.bench import ConversionBench, KernelBench, LayoutBench, LoadBench
+from marlin_convert.documents.bench import ConversionBench, KernelBench, LayoutBench, LoadBench, VerifyBench
 from marlin_convert.documents.checks import KernelCheck, VerifyReport
 from marlin_convert.documents.doctor import Examination
 from marlin_convert.documents.engine_files import Index, QuantizationConfig
@@ -82,6 +82,7 @@ PAGES = {
     "bench-kernel": Page("marlin-convert bench kernel --json", [KernelBench]),
     "bench-layout": Page("marlin-convert bench layout --json", [LayoutBench]),
     "bench-load": Page("marlin-convert bench load --json", [LoadBench]),
+    "bench-verify": Page("marlin-convert bench verify --json", [VerifyBench]),
     "config": Page(
         "config.json of a converted folder: the source's, but for quantization_config",
         definitions=[QuantizationConfig],
