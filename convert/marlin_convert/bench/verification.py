@@ -4,6 +4,7 @@ disk, in turn.
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,11 +19,11 @@ from marlin_convert.documents.checks import VerifyReport
 from marlin_convert.documents.manifest import read_manifest
 from marlin_convert.errors import MachineError
 from marlin_convert.limits import usable_cores
-from marlin_convert.storage.buffers import aligned_buffer
-from marlin_convert.storage.files import lies_in_memory
+from marlin_convert.storage.buffers import Bytes, aligned_buffer
+from marlin_convert.storage.files import lies_in_memory, open_direct
 
-#: threads of the plain reads, at least: with fewer a fast disk is not busy
-READERS = 4
+#: threads of the plain reads, at least and at most: with fewer a fast disk is not busy
+READERS = (4, 16)
 
 
 def bench_verification(
@@ -46,7 +47,7 @@ def bench_verification(
     arguments = [str(out)]
     arguments += ["--layers", ",".join(map(str, layers))] if layers else []
     arguments += ["--threads", str(threads)] if threads else []
-    slots = aligned_buffer(max(usable_cores(), READERS) * CHUNK)
+    slots = aligned_buffer(min(max(usable_cores(), READERS[0]), READERS[1]) * CHUNK)
     slots[:] = 1  # memory that is there: the first use of a page takes time
     say("one run to compile and warm up")
     run_command("verify", arguments, VerifyReport)
@@ -57,17 +58,13 @@ def bench_verification(
                 make_cold(files)
             runs.resident.append(resident(files))
             if runs is plain:
-                size, seconds = read_whole(files, slots, True)
-                if size != (wanted := sum(path.stat().st_size for path in files)):
-                    raise MachineError(f"reading the shards brought {size} bytes of {wanted}; run it again")
+                runs.add(*_read(files, slots))
             else:
                 ran = run_command("verify", arguments, VerifyReport)
-                size, seconds = ran.document.bytes, ran.document.seconds["total"]
-                verify.walls.append(ran.wall)
-                verify.peaks.append(ran.peak_anonymous)
-            runs.size = size
-            runs.seconds.append(seconds)
-            rate = size / seconds / 1e9
+                runs.add(ran.document.bytes, ran.document.seconds["total"])
+                runs.walls.append(ran.wall)
+                runs.peaks.append(ran.peak_anonymous)
+            seconds, rate = runs.seconds[-1], runs.size / runs.seconds[-1] / 1e9
             say(f"round {number + 1} of {rounds}: {runs.name} {seconds:.2f} s, {rate:.2f} GB/s")
     ratios = [
         (verify.size / theirs) / (plain.size / ours)
@@ -78,11 +75,27 @@ def bench_verification(
         rounds=rounds,
         readers=slots.size // CHUNK,
         in_memory=in_memory,
+        direct=_is_direct(files[0]),
         machine=this_machine(),
         ways=(plain.way(), verify.way()),
         of_plain=statistics.median(ratios),
         of_plain_all=tuple(ratios),
     )
+
+
+def _read(files: Sequence[Path], slots: Bytes) -> tuple[int, float]:
+    """Bytes and seconds of plain reads."""
+    size, seconds = read_whole(files, slots, True)
+    if size != (wanted := sum(path.stat().st_size for path in files)):
+        raise MachineError(f"reading the shards brought {size} bytes of {wanted}; run it again")
+    return size, seconds
+
+
+def _is_direct(file: Path) -> bool:
+    descriptor = open_direct(file, os.O_RDONLY)
+    if descriptor is not None:
+        os.close(descriptor)
+    return descriptor is not None
 
 
 class _Runs:
@@ -94,6 +107,11 @@ class _Runs:
         self.resident: list[float] = []
         self.walls: list[float] = []
         self.peaks: list[int] = []
+
+    def add(self, size: int, seconds: float) -> None:
+        """A round read so many bytes in so many seconds."""
+        self.size = size
+        self.seconds.append(seconds)
 
     def way(self) -> VerifyWay:
         """For the report."""

@@ -36,8 +36,10 @@ def command(
     if as_json:
         output.document(report)
         return
+    past = "past" if report.direct else "through"
     output.result(
-        f"{report.files} shard files, {rounds} rounds, medians; {report.readers} threads of plain reads"
+        f"{report.files} shard files, {rounds} rounds, medians; plain reads with {report.readers} threads,"
+        f" {past} the page cache"
     )
     rows = [
         (

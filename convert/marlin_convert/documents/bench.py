@@ -87,6 +87,7 @@ class VerifyBench(Struct, frozen=True):
     rounds: Annotated[OneOrMore, about("rounds")]
     readers: Annotated[OneOrMore, about("threads of the plain reads")]
     in_memory: Annotated[bool, about("whether the file system is one in memory, where nothing is cold")]
+    direct: Annotated[bool, about("whether both read past the page cache, which the file system may not do")]
     machine: Annotated[BenchMachine, about("where it ran")]
     ways: Annotated[tuple[VerifyWay, ...], about("plain reads, then verify by its own clock")]
     of_plain: Annotated[Share, about("gb_per_s of verify over that of plain reads, median of the rounds")]
