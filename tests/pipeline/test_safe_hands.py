@@ -228,6 +228,30 @@ def test_a_document_that_came_while_it_was_made_is_kept(
     assert trees.tree(new) == undisturbed
 
 
+def test_what_was_edited_while_it_was_mended_is_not_removed(
+    source: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A repair broke off, so there is no manifest; the one that is set aside tells what was written."""
+    undisturbed = trees.tree(out)
+    (out / "rank-01-of-02" / "layer-000.safetensors").unlink()
+
+    def broken(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("marlin_convert.pipeline.run.finish_output", broken)
+        with pytest.raises(KeyboardInterrupt):
+            convert(source.folder, out, tp=2)
+    (out / "LICENSE").write_bytes(b"mine")
+    for tp, overwrite in ((1, True), (2, True), (2, False)):
+        with pytest.raises(UsageError, match=r"LICENSE was edited .* move it away"):
+            convert(source.folder, out, tp=tp, overwrite=overwrite)
+        assert (out / "LICENSE").read_bytes() == b"mine"
+    (out / "LICENSE").unlink()
+    assert convert(source.folder, out, tp=2, overwrite=True).action == "continue"
+    assert trees.tree(out) == undisturbed
+
+
 def test_a_linked_folder_is_read_and_never_written_to(source: Checkpoint, out: Path, tmp_path: Path) -> None:
     """A rank's files may be moved to another disk; where one of them is lost the manifest stays until the
     folder is back.

@@ -64,7 +64,8 @@ def finish_output(target: Target, records: Mapping[str, FinishedUnit], checks: s
 
 def _refuse_edited(out: Path, documents: Mapping[str, bytes]) -> None:
     """Raise UsageError where a document is there that neither is to be written nor was written before."""
-    before = WorkFolder(out).before()
+    manifest = WorkFolder(out).before()
+    before = {} if manifest is None else {file.path: file.digest for file in manifest.files}
     theirs = []
     for path, data in documents.items():
         if not os.path.lexists(out / path) or not may_be_edited(path):

@@ -30,6 +30,8 @@ class OutState:
     damaged: ConvertError | None = None
     missing: frozenset[str] = frozenset()
     edited: tuple[str, ...] = ()
+    #: the same of one that is being mended, whose manifest is set aside
+    edited_since: tuple[str, ...] = ()
     any_record: bool = False
     keeps_digests: bool = False
     #: what is left of a conversion that was being removed, or that has lost its manifest
@@ -52,18 +54,20 @@ def observe(out: Path, source: Source | None) -> OutState:
         raise UsageError(f"{out} is not a folder")
     work = WorkFolder(out)
     removing = is_marked(work.folder / REMOVING)
-    manifest = job = damaged = None
+    manifest = job = damaged = before = None
     begun = is_marked(work.folder / "job.json")
     ours = begun or is_marked(out / "manifest.json")
     try:
         if not removing and ours and (out / "manifest.json").exists():
             manifest = read_manifest(out)
         job = work.job() if begun and not removing else None
+        before = work.before() if begun and not removing else None
     except ConvertError as error:
         damaged = error
     remains = removing or (not ours and is_marked(out / "provenance.json"))
     lost = frozenset() if manifest is None else lost_shards(out, manifest)
     gone, edited = ([], []) if manifest is None else _documents(out, manifest)
+    since = [] if before is None else _documents(out, before)[1]
     return OutState(
         out,
         manifest,
@@ -71,6 +75,7 @@ def observe(out: Path, source: Source | None) -> OutState:
         damaged,
         missing=lost | frozenset(gone),
         edited=tuple(edited),
+        edited_since=tuple(since),
         any_record=work.any_finished(),
         keeps_digests=source is not None and bool(recorded_digests(out, source)),
         remains=remains,

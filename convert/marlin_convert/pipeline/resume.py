@@ -136,6 +136,8 @@ def _spare_or_replace(state: OutState, request: Request) -> Decision:
     try:
         return _go_on(state, dataclasses.replace(request, overwrite=False))
     except ConvertError:
+        if state.edited_since:
+            raise edited(state.out, state.edited_since) from None
         return replace_it
 
 

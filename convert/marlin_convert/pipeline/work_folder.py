@@ -12,7 +12,7 @@ from pathlib import Path
 
 from marlin_convert.documents.bounds import JOB, RECORD
 from marlin_convert.documents.codec import begins_ours, read, write
-from marlin_convert.documents.manifest import read_manifest
+from marlin_convert.documents.manifest import Manifest, read_manifest
 from marlin_convert.documents.records import FinishedUnit, JobRecord, read_record, write_record
 from marlin_convert.errors import MachineError, MachineWarning, OutputError
 from marlin_convert.planning.output_plan import OutputPlan, OutputUnit
@@ -128,13 +128,13 @@ class WorkFolder:
         sync_folder(self.folder / BEFORE)
         sync_folder(self.out)
 
-    def before(self) -> dict[str, str]:
-        """Where OUT is being mended, the digests its documents had before. Raises OutputError for
-        a manifest that was damaged since.
+    def before(self) -> Manifest | None:
+        """Where OUT is being mended, the manifest it had before. Raises OutputError for one that was damaged
+        since.
         """
         if not (self.folder / BEFORE / "manifest.json").exists():
-            return {}
-        return {file.path: file.digest for file in read_manifest(self.folder / BEFORE).files}
+            return None
+        return read_manifest(self.folder / BEFORE)
 
     def record(self, unit: FinishedUnit) -> None:
         """Record a finished unit; its files must be durable already."""
