@@ -6,6 +6,7 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from marlin_convert.documents.bounds import HEADER, HEADERS, MAX_TENSORS
@@ -15,6 +16,8 @@ from marlin_convert.storage.shard_file import DTYPE_SIZE
 
 #: of a tensor; no framework has more
 MAX_DIMENSIONS = 64
+#: shapes that are kept
+MAX_SHAPES = 1024
 #: how what Git LFS leaves in a file's place begins, and its bytes at most
 LFS, MAX_POINTER = b"version ", 1024
 
@@ -123,14 +126,14 @@ def bounded(headers: Iterable[Header]) -> Iterator[Header]:
 def _entry(file: str, name: str, spec: Any, start: int) -> TensorEntry:
     try:
         dtype, shape, (begin, end) = spec["dtype"], spec["shape"], spec["data_offsets"]
-        whole = [begin, end, *shape]
         well_formed = (
             len(spec) == 3
             and type(dtype) is str
             and type(shape) is list
             and len(shape) <= MAX_DIMENSIONS
-            and all(type(n) is int and 0 <= n < 1 << 62 for n in whole)
-            and math.prod(n for n in shape if n) < 1 << 62
+            and _well_sized(begin)
+            and _well_sized(end)
+            and (elements := _elements(*shape)) is not None
         )
     except (TypeError, KeyError, ValueError):
         well_formed = False
@@ -138,11 +141,23 @@ def _entry(file: str, name: str, spec: Any, start: int) -> TensorEntry:
         raise SourceError(f"{file}: the header entry of {name} is malformed: {str(spec)[:120]}")
     if dtype not in DTYPE_SIZE:
         raise SourceError(f"{file}: {name} has the unknown dtype {str(dtype)[:40]!r}")
-    size = DTYPE_SIZE[dtype]
-    for extent in shape:
-        size *= extent
+    size = DTYPE_SIZE[dtype] * elements
     if end - begin != size:
         raise SourceError(
             f"{file}: {name} is {dtype} {shape}, {size} bytes, but its offsets span {end - begin}"
         )
     return TensorEntry(name, dtype, tuple(shape), start + begin, size)
+
+
+def _well_sized(number: Any) -> bool:
+    return type(number) is int and 0 <= number < 1 << 62
+
+
+@lru_cache(MAX_SHAPES, typed=True)
+def _elements(*shape: Any) -> int | None:
+    """The product of a shape, None for one that is none. Kept, since hundreds of thousands of tensors have
+    some twenty shapes; by type, too, since True and 1.0 equal 1.
+    """
+    if not all(map(_well_sized, shape)) or math.prod(filter(None, shape)) >= 1 << 62:
+        return None
+    return math.prod(shape)

@@ -33,7 +33,7 @@ def parse_index(raw: bytes) -> dict[str, str]:
             raise SourceError(
                 f"{INDEX_NAME}: the file name {file!r} is not that of a .safetensors file in the same folder"
             )
-    return {str(name): str(file) for name, file in weight_map.items()}
+    return weight_map
 
 
 def weight_files(present: Iterable[str], weight_map: dict[str, str] | None) -> list[str]:
@@ -69,7 +69,8 @@ def collect_tensors(headers: Iterable[Header], weight_map: dict[str, str] | None
                     f"{entry.name} stands in two files: {tensors[entry.name].file} and {header.file}"
                 )
             tensors[entry.name] = SourceTensor(header.file, entry)
-    if weight_map is not None:
+    files = {name: tensor.file for name, tensor in tensors.items()}
+    if weight_map is not None and files != weight_map:
         if missing := sorted(weight_map.keys() - tensors.keys()):
             raise SourceError(
                 f"{len(missing)} tensors of {INDEX_NAME} are in no file: {_some(missing)}; fetch"
@@ -79,9 +80,8 @@ def collect_tensors(headers: Iterable[Header], weight_map: dict[str, str] | None
             raise SourceError(
                 f"{len(extra)} tensors are not in {INDEX_NAME}: {_some(extra)} (in {tensors[extra[0]].file})"
             )
-        for name, file in weight_map.items():
-            if tensors[name].file != file:
-                raise SourceError(f"{name} is in {tensors[name].file}, but {INDEX_NAME} says {file}")
+        name = next(name for name, file in weight_map.items() if files[name] != file)
+        raise SourceError(f"{name} is in {files[name]}, but {INDEX_NAME} says {weight_map[name]}")
     return tensors
 
 

@@ -7,8 +7,10 @@ as sets of states, and each step from a set is kept. Known are literal text, `.`
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 #: characters of all patterns, groups in groups
 MAX_LENGTH, MAX_DEPTH = 4096, 32
@@ -21,6 +23,8 @@ _CLASSES: dict[str, Test] = {
     "w": lambda char: char.isalnum() or char == "_",
     "s": str.isspace,
 }
+#: of the names of modules, which share most of them
+_PARTS = re.compile(r"[^.]*\.|[^.]+")
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v"}
 
 
@@ -60,17 +64,24 @@ class Patterns:
         self._start = self._closure(starts, "^")
         self._kept, self._work = 0, 0
         self._known: dict[frozenset[int], _Set] = {}
+        self._after = lru_cache(MAX_KEPT)(self._follow)
 
     def match(self, text: str) -> bool:
         """Whether one matches. Raises ValueError where following them takes more than any list does."""
         if not text:
             return 0 in self._closure(self._start, "^$")
         at = self._set(self._start)
-        for char in text:
+        for part in _PARTS.findall(text):
+            at = self._after(at, part)
+        return at.ends
+
+    def _follow(self, at: _Set, part: str) -> _Set:
+        """The states after a part of a text."""
+        for char in part:
             if at.decided:
                 break
             at = at.moves.get(char) or self._step(at, char)
-        return at.ends
+        return at
 
     def _set(self, states: frozenset[int]) -> _Set:
         if (known := self._known.get(states)) is None:

@@ -196,9 +196,9 @@ def _check_experts(source: Source, prefix: str, seen: set[str]) -> None:
 
 
 def _refuse_unknown(source: Source, seen: set[str]) -> None:
-    unknown = [name for name in source.tensors if name not in seen]
-    if not unknown:
+    if len(seen) == len(source.tensors):  # of which all seen ones are
         return
+    unknown = [name for name in source.tensors if name not in seen]
     first = unknown[0]
     similar = sum(re.sub(r"\d+", "#", name) == re.sub(r"\d+", "#", first) for name in unknown)
     hint = ""
