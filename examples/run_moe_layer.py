@@ -22,10 +22,10 @@ except ModuleNotFoundError:
     print("error: this needs torch: pip install '.[torch]', or '.[sglang]' with the kernel", file=sys.stderr)
     raise SystemExit(2) from None
 
-from marlin_convert import ConvertError, load_rank, open_shards
+from marlin_convert import ConvertError, UsageError, load_rank, open_shards
 from marlin_convert.kernels.fused_moe import Experts, Routing, contiguous_expert_map, fused_moe, route
 from marlin_convert.kernels.gemm_call import Matrix
-from marlin_convert.kernels.providers import load
+from marlin_convert.kernels.providers import KernelUnavailableError, Provider, load
 from marlin_convert.layout.marlin import unpack_scale, unpack_weight
 
 #: five roundings to bf16 lie between input and result
@@ -56,6 +56,21 @@ def in_float32(x: Tensor, experts: Experts, owned: range, routing: Routing) -> T
     return total
 
 
+def kernel(device: str) -> Provider:
+    """The kernel for a device. Raises UsageError, which says what to install, where there is none."""
+    if device != "cpu" and not torch.cuda.is_available():
+        raise UsageError(
+            f"torch {torch.__version__} sees no CUDA GPU; --device cpu runs a slow model of the kernel"
+        )
+    try:
+        return load("reference" if device == "cpu" else None)
+    except KernelUnavailableError as error:
+        raise UsageError(
+            "no package with the kernel loads here: pip install '.[sglang]' for CUDA 13, or '.[sgl-kernel]'"
+            " for CUDA 12 (`marlin-convert doctor` says more); --device cpu runs a slow model of it"
+        ) from error
+
+
 @click.command()
 @click.argument("out", type=click.Path(exists=True, file_okay=False))
 @click.option("--layer", type=int, default=1, show_default=True)
@@ -69,10 +84,7 @@ def main(out: str, layer: int, rank: int, tokens: int, device: str) -> None:
     if w13_name is None:
         raise click.UsageError(f"layer {layer} has no routed experts here")
     mlp = w13_name.removesuffix("experts.w13_weight_packed")
-    if device != "cpu" and not torch.cuda.is_available():
-        raise click.ClickException(
-            f"torch {torch.__version__} sees no CUDA GPU; --device cpu runs a slow model of the kernel"
-        )
+    provider = kernel(device)
     tensors = load_rank(out, rank, device=device, units=[unit]).tensors
     for name in (f"{mlp}experts.{w}_weight_{kind}" for w in ("w13", "w2") for kind in ("packed", "scale")):
         click.echo(f"{name}  {shards.dtype(name)} {list(tensors[name].shape)}")
@@ -100,7 +112,6 @@ def main(out: str, layer: int, rank: int, tokens: int, device: str) -> None:
         model["routed_scaling_factor"],
         model["norm_topk_prob"],
     )
-    provider = load("reference" if device == "cpu" else None)
     result = fused_moe(provider, x, experts, routing).float().cpu()
     click.echo(
         f"{provider.name}: {tokens} tokens -> {list(result.shape)}, norm {result.norm():.6g}, sum"

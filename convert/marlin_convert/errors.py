@@ -37,3 +37,7 @@ class MachineError(ConvertError):
 
 class MachineWarning(UserWarning):
     """Something this machine does not offer is done without; the result is the same."""
+
+
+class SourceWarning(UserWarning):
+    """Something to know of the source, such as what the kernel could not be asked of it."""

@@ -36,6 +36,20 @@ def require(package: str) -> None:
         raise UsageError(missing(package))
 
 
+def require_for_kernel(device: str) -> None:
+    """Raise UsageError, which says what brings the kernel and torch, where torch is not there: torch alone
+    would not do, but for the kernel's model on the CPU.
+    """
+    if device == "cpu":
+        require("torch")
+    elif not installed("torch"):
+        raise UsageError(
+            "the kernel needs torch and a package that has it: pip install '.[sglang]' for CUDA 13, or"
+            " '.[sgl-kernel]' for CUDA 12, in the project's folder; --device cpu, a slow model of it, needs"
+            " '.[torch]'"
+        )
+
+
 def need_device(device: Any) -> str:
     """The kind of a torch device, `cpu` or `cuda`, that is there. Raises UsageError for one that no machine
     or not this one has, MachineError where torch sees no GPU at all.

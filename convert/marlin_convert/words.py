@@ -10,6 +10,11 @@ def count(number: int, one: str, many: str | None = None) -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
+def some(names: Sequence[str]) -> str:
+    """The first three names, and how many there are besides."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")
+
+
 def ranges(numbers: Sequence[int]) -> str:
     """Sorted numbers as the command line takes them: 0,3-5."""
     runs: list[list[int]] = []

@@ -252,3 +252,14 @@ def test_what_git_lfs_leaves_in_place_of_a_file() -> None:
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 9999999999\n"
     with pytest.raises(SourceError, match=r"x is a Git LFS pointer of 135 bytes.*git lfs pull.*download"):
         read_header("x", len(pointer), lambda offset, length: pointer[offset : offset + length])
+
+
+@pytest.mark.parametrize("other", [True, 1.0])
+def test_a_shape_that_equals_one_seen_before_is_not_taken_for_it(other: object) -> None:
+    def of(extent: object) -> bytes:
+        entry = {"dtype": "U8", "shape": [extent], "data_offsets": [0, 1]}
+        return file_of(json.dumps({"a": entry}).encode(), b"x")
+
+    assert parsed(of(1)).tensors[0].shape == (1,)
+    with pytest.raises(SourceError, match="the header entry of a is malformed"):
+        parsed(of(other))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from marlin_convert.checks.kernel.kernel_report import KernelReport
 from marlin_convert.checks.kernel.verify_kernel import verify_kernel
 from marlin_convert.checks.verify import verify
 from marlin_convert.errors import MachineError, SourceError, UsageError
+from marlin_convert.pipeline.kernel_check import kernel_check
 from marlin_convert.pipeline.run import convert
 from marlin_convert.progress import Point
 from mistakes import Planted, _open, mistakes, plant
@@ -35,6 +37,7 @@ EXPERTS = "language_model.model.layers.1.mlp.experts"
 SCHEMA = json.loads((Path(__file__).parents[2] / "schemas" / "kernel-report.schema.json").read_text())
 
 Converted = Callable[..., Path]
+Command = Callable[..., tuple[int, str, str]]
 
 
 def check(out: Path, source: Checkpoint | None = None, **scope: Any) -> KernelReport:
@@ -171,6 +174,19 @@ def test_odd_scales_of_the_source_are_named_and_are_no_mistake(odd: tuple[Path, 
             f" group {group}: {value} (0x{bits:04x})"
             for (projection, row, group, bits), value in zip(ODD, ("nan", "-inf"), strict=True)
         ]
+
+
+def test_convert_says_them_too(
+    odd: tuple[Path, Path], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A note a layer, in the midst of the run; the kernel's model stands in for the kernel."""
+    on_the_cpu = partial(kernel_check, device="cpu")
+    monkeypatch.setattr("marlin_convert.pipeline.run.kernel_check", on_the_cpu)
+    code, _, said = command("convert", odd[0], tmp_path / "again", "--tp", 4, "--verify", "kernel")
+    assert code == 0
+    (note,) = [line for line in said.splitlines() if line.startswith("note: layer 1, ")]
+    assert note.startswith("note: layer 1, expert 1, up_proj: one scale of the source is not finite, ")
+    assert note.endswith(" (1 more such line by `verify --kernel`)")
 
 
 @pytest.mark.parametrize("bits", [0x3C80, 0x7FC0])
@@ -350,3 +366,14 @@ def test_how_far_it_is_is_told_in_bytes(converted: Converted, small: Checkpoint)
     unit = ("running the kernel's model", f"layer-{LAYER:03d}", 1, 1)
     assert {(point.stage, point.unit, point.number, point.units) for point in seen} == {unit}
     assert [(point.done, point.total) for point in seen] == [(total * i // 4, total) for i in range(5)]
+
+
+def test_without_torch_the_kernel_is_not_promised_by_torch_alone(
+    converted: Converted, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("marlin_convert.extras.installed", lambda module: False)
+    code, _, said = command("verify", converted(2), "--kernel")
+    assert code == 2
+    assert "pip install '.[sglang]' for CUDA 13, or '.[sgl-kernel]' for CUDA 12" in said
+    code, _, said = command("verify", converted(2), "--kernel", "--device", "cpu")
+    assert (code, said) == (2, "error: this needs torch: pip install '.[torch]' in the project's folder\n")

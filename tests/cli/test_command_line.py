@@ -524,10 +524,12 @@ def test_inspect_says_what_is_not_there(copied: Path, command: Command) -> None:
     code, stdout, stderr = command("inspect", copied)
     assert code == 0
     assert "complete: False" in stdout
-    assert stderr == (
-        "note: 1 listed shard gone or of another size, such as rank-01-of-02/layer-001.safetensors:"
-        f" marlin-convert verify {copied}\n"
-    )
+    assert stderr == ""
+    assert (
+        "missing: rank-01-of-02/layer-001.safetensors (gone or of another size); marlin-convert verify"
+        f" {copied} says more\n"
+    ) in stdout
+    assert "checks: exact while converting\n" in stdout
     found = json.loads(command("inspect", copied, "--json")[1])
     assert (found["complete"], found["missing"]) == (False, ["rank-01-of-02/layer-001.safetensors"])
 
@@ -539,6 +541,35 @@ def test_where_some_ranks_are_elsewhere_the_option_is_named(copied: Path, comman
     assert code == 1
     assert stderr.startswith("to mend it: rank-01-of-02: not here; where that is meant, verify what is here")
     assert command("verify", copied, "--ranks", 0)[0] == 0
+
+
+def test_a_rank_that_has_lost_its_index_alone_is_here(copied: Path, command: Command) -> None:
+    (copied / "rank-01-of-02" / "model.safetensors.index.json").unlink()
+    code, _, stderr = command("verify", copied)
+    assert code == 1
+    assert stderr.startswith("to mend it: remove the files named above")
+
+
+@pytest.mark.parametrize(
+    ("line", "ends"),
+    [
+        (("convert", "source", "out", "--tp", "8"), "; run the same command again to continue"),
+        (("download", "org/name"), "; run the same command again to continue"),
+        (("convert", "source", "out", "--tp", "8", "--dry-run"), ""),
+        (("plan", "source", "--tp", "8"), ""),
+        (("verify", "out"), ""),
+        ((), ""),
+    ],
+)
+def test_an_interrupt_promises_to_continue_what_continues(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: tuple[str, ...], ends: str
+) -> None:
+    def interrupted(arguments: list[str]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_call", interrupted)
+    assert cli.run(list(line)) == 130
+    assert capsys.readouterr().err == f"interrupted{ends}\n"
 
 
 @pytest.mark.parametrize("verb", ["verify", "inspect"])

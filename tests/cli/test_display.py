@@ -136,6 +136,28 @@ def test_compiling_is_told_to_who_watches(capsys: pytest.CaptureFixture[str], co
     assert seen == [True, False]
 
 
+def test_a_bar_says_something_at_once_and_has_its_total_from_the_first_point_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    bar = display.Bar()
+    assert capsys.readouterr().err.rstrip() == "starting"
+    bar.compiling(begun=True)
+    assert capsys.readouterr().err == "compiling, once on this machine\r"
+    bar.compiling(begun=False)
+    assert capsys.readouterr().err.rstrip() == "starting"
+    bar.show(Point("verifying", 0, 4 * GB, "layer-000", 1, 5))
+    drawn = [line for line in capsys.readouterr().err.split("\r") if line.strip()]
+    assert all(line.startswith("verifying layer-000 (1 of 5):   0%|") for line in drawn)
+    assert all(" 0.00/4.00G [" in line for line in drawn)
+    assert drawn
+    bar.close()
+
+
+def test_nothing_stays_of_the_word_where_there_is_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    display.Bar().close()
+    assert capsys.readouterr().err.rpartition("starting")[2].strip() == ""
+
+
 def on_a_terminal(columns: int, *arguments: object, env: dict[str, str] | None = None) -> str:
     """What a command shows on a terminal that is its stderr."""
     parent, child = os.openpty()

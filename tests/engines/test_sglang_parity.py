@@ -6,6 +6,7 @@ definition. Needs the wheels: `make engines`.
 from __future__ import annotations
 
 import enum
+import tomllib
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 from torch import Tensor, nn
 
 from checkpoints import Checkpoint, expected_packed, expected_scales, make_small
@@ -215,3 +217,10 @@ def loaded(out: Path, rank: int, version: str, layer: Any, monkeypatch: pytest.M
     )
     assert moe_layers(model)[name] is layer
     assert open_shards(out, rank).manifest.ep == engine.parallel.moe_ep_size
+
+
+def test_the_extra_installs_versions_that_the_loader_takes() -> None:
+    """Of all that there are from the oldest on; of those to come none before it was tested."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    (wanted,) = map(Requirement, project["optional-dependencies"]["sglang"])
+    assert {f"0.5.{n}" for n in range(10, 40) if wanted.specifier.contains(f"0.5.{n}")} == set(TESTED)

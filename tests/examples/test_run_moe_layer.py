@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ import torch
 from click.testing import CliRunner
 
 from checkpoints import Checkpoint
+from marlin_convert.errors import UsageError
+from marlin_convert.kernels.providers import KernelUnavailableError
 from marlin_convert.pipeline.run import convert
 from mistakes import plant
 from run_moe_layer import main
@@ -52,3 +56,34 @@ def test_the_kernel_and_the_inverse_layout_disagree_where_one_is_wrong(
     assert run(out)[0] == 0
     monkeypatch.setattr("run_moe_layer.unpack_scale", lambda scale, group, size_k: scale.T.copy())
     assert run(out)[0] == 1
+
+
+def test_without_a_kernel_one_sentence_says_what_to_install(
+    tiny_tp2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(name: str | None) -> None:
+        raise KernelUnavailableError("of many\nlines")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("run_moe_layer.load", none)
+    error = CliRunner().invoke(main, [str(tiny_tp2)]).exception
+    assert isinstance(error, UsageError)
+    assert error.exit_code == 2
+    assert str(error).startswith("no package with the kernel loads here: pip install '.[sglang]' for CUDA 13")
+    assert "\n" not in str(error)
+
+
+WITHOUT_TORCH = """
+import runpy, sys
+sys.modules["torch"] = None
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+def test_without_torch_there_is_no_traceback() -> None:
+    example = Path(__file__).parents[2] / "examples" / "run_moe_layer.py"
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, str(example)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: this needs torch: pip install '.[torch]', or '.[sglang]' with the kernel\n"

@@ -124,20 +124,21 @@ def bounded(headers: Iterable[Header]) -> Iterator[Header]:
 
 
 def _entry(file: str, name: str, spec: Any, start: int) -> TensorEntry:
+    elements: int | None = None
     try:
         dtype, shape, (begin, end) = spec["dtype"], spec["shape"], spec["data_offsets"]
-        well_formed = (
+        if (
             len(spec) == 3
             and type(dtype) is str
             and type(shape) is list
             and len(shape) <= MAX_DIMENSIONS
             and _well_sized(begin)
             and _well_sized(end)
-            and (elements := _elements(*shape)) is not None
-        )
+        ):
+            elements = _elements(*shape)
     except (TypeError, KeyError, ValueError):
-        well_formed = False
-    if not well_formed:
+        pass
+    if elements is None:
         raise SourceError(f"{file}: the header entry of {name} is malformed: {str(spec)[:120]}")
     if dtype not in DTYPE_SIZE:
         raise SourceError(f"{file}: {name} has the unknown dtype {str(dtype)[:40]!r}")
@@ -160,4 +161,5 @@ def _elements(*shape: Any) -> int | None:
     """
     if not all(map(_well_sized, shape)) or math.prod(filter(None, shape)) >= 1 << 62:
         return None
-    return math.prod(shape)
+    product: int = math.prod(shape)
+    return product

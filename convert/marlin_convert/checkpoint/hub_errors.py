@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from marlin_convert.errors import ConvertError, MachineError, SourceError, UsageError
 from marlin_convert.storage.files import machine_error
 
-AGAIN = "run the same command again to continue"
+AGAIN = "run the same command again"
 #: the client's errors by name, special ones before general ones, with the error here and its words
 MEANINGS: tuple[tuple[str, type[ConvertError], str], ...] = (
     (

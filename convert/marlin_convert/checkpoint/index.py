@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from marlin_convert.checkpoint.header import Header, TensorEntry
 from marlin_convert.documents.codec import parse_json
 from marlin_convert.errors import SourceError
-from marlin_convert.words import count
+from marlin_convert.words import count, some
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -48,12 +48,12 @@ def weight_files(present: Iterable[str], weight_map: dict[str, str] | None) -> l
     named = set(weight_map.values())
     if missing := sorted(named - here):
         raise SourceError(
-            f"{len(missing)} of {count(len(named), 'weight file')} missing: {_some(missing)}; fetch them,"
+            f"{len(missing)} of {count(len(named), 'weight file')} missing: {some(missing)}; fetch them,"
             " then run the same command"
         )
     if extra := sorted(here - named):
         raise SourceError(
-            f"{_some(extra)} lies in the folder but is not in {INDEX_NAME}; move it away, or fetch the index"
+            f"{some(extra)} lies in the folder but is not in {INDEX_NAME}; move it away, or fetch the index"
             " that goes with it"
         )
     return sorted(named)
@@ -73,12 +73,12 @@ def collect_tensors(headers: Iterable[Header], weight_map: dict[str, str] | None
     if weight_map is not None and files != weight_map:
         if missing := sorted(weight_map.keys() - tensors.keys()):
             raise SourceError(
-                f"{len(missing)} tensors of {INDEX_NAME} are in no file: {_some(missing)}; fetch"
+                f"{len(missing)} tensors of {INDEX_NAME} are in no file: {some(missing)}; fetch"
                 f" {weight_map[missing[0]]} again"
             )
         if extra := sorted(tensors.keys() - weight_map.keys()):
             raise SourceError(
-                f"{len(extra)} tensors are not in {INDEX_NAME}: {_some(extra)} (in {tensors[extra[0]].file})"
+                f"{len(extra)} tensors are not in {INDEX_NAME}: {some(extra)} (in {tensors[extra[0]].file})"
             )
         name = next(name for name, file in weight_map.items() if files[name] != file)
         raise SourceError(f"{name} is in {files[name]}, but {INDEX_NAME} says {weight_map[name]}")
@@ -99,7 +99,3 @@ def json_object(raw: bytes, name: str) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise SourceError(f"{name}: not a JSON object; fetch it again")
     return document
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

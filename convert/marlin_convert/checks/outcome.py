@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from marlin_convert.checkpoint.index import INDEX_NAME
 from marlin_convert.checks.findings import SOURCE_DAMAGED, STRAY
 from marlin_convert.documents.checks import KernelCheck, ReportedFinding, VerifyReport
-from marlin_convert.words import count, gigabytes
+from marlin_convert.words import count, gigabytes, some
 
 #: files without which nothing can be reused
 KEPT = ("manifest.json", "digests.bin", "source/digests.bin", "source/config.json")
@@ -85,20 +85,10 @@ def mend(findings: Sequence[ReportedFinding]) -> str:
             "run the same convert command again with --overwrite: what the folder keeps to prove itself is"
             " damaged"
         )
-    folders = sorted(
-        {
-            finding.path.partition("/")[0]
-            for finding in findings
-            if finding.path.startswith("rank-")
-            and finding.path.endswith(f"/{INDEX_NAME}")
-            and os.strerror(errno.ENOENT) in finding.what
-        }
-    )
-    if folders:
-        names = ", ".join(folders[:3]) + (f" and {len(folders) - 3} more" if len(folders) > 3 else "")
+    if folders := _folders_elsewhere(findings):
         return (
-            f"{names}: not here; where that is meant, verify what is here with --ranks, else run the same"
-            " convert command again, which remakes what is missing"
+            f"{some(folders)}: not here; where that is meant, verify what is here with --ranks, else run the"
+            " same convert command again, which remakes what is missing"
         )
     stray = [finding for finding in findings if STRAY in finding.what]
     move = "move away what is not in the manifest" if stray else ""
@@ -106,3 +96,11 @@ def mend(findings: Sequence[ReportedFinding]) -> str:
         return move
     again = "files named above and run the same convert command again; it remakes what is missing"
     return f"{move}, remove the other {again}" if stray else f"remove the {again}"
+
+
+def _folders_elsewhere(findings: Sequence[ReportedFinding]) -> list[str]:
+    """Folders of ranks of which neither the index nor shards are there."""
+    gone = {finding.path for finding in findings if os.strerror(errno.ENOENT) in finding.what}
+    indexes = {path.rpartition("/")[0] for path in gone if path.endswith(f"/{INDEX_NAME}")}
+    shards = {path.rpartition("/")[0] for path in gone if path.endswith(".safetensors")}
+    return sorted(folder for folder in indexes & shards if folder.startswith("rank-"))

@@ -15,7 +15,7 @@ import click
 from marlin_convert.cli import options, streams
 from marlin_convert.cli.by_file import CommandsByFile
 from marlin_convert.cli.interrupts import Interrupts, Terminated, interrupt_behind
-from marlin_convert.errors import ConvertError, MachineWarning
+from marlin_convert.errors import ConvertError, MachineWarning, SourceWarning
 from marlin_convert.extras import EXTRAS, missing
 
 #: in the order of a job
@@ -134,7 +134,7 @@ def _call(arguments: list[str]) -> object:
 
 
 def _interrupted(interrupt: BaseException, arguments: list[str]) -> int:
-    goes_on = any(argument in CONTINUED for argument in arguments[:1])
+    goes_on = bool(arguments) and arguments[0] in CONTINUED and "--dry-run" not in arguments
     streams.say("interrupted" + ("; run the same command again to continue" if goes_on else ""))
     return 143 if isinstance(interrupt, Terminated) else 130
 
@@ -157,10 +157,10 @@ def _show(error: BaseException) -> None:
 
 
 def _note(show: Callable[..., None]) -> Callable[..., None]:
-    """Shows what a machine lacks as one line, and other warnings as `show` does."""
+    """Shows what a machine lacks or is to know of a source as one line, and other warnings as `show` does."""
 
     def note(message: Warning | str, category: type[Warning], *where: object) -> None:
-        if issubclass(category, MachineWarning):
+        if issubclass(category, (MachineWarning, SourceWarning)):
             streams.say(f"note: {message}")
         else:
             with suppress(OSError):

@@ -10,7 +10,7 @@ import click
 from marlin_convert.cli import output
 from marlin_convert.cli.by_file import examples
 from marlin_convert.cli.options import FOLDER, json_option, kernel_options, rank_option, rounds_option
-from marlin_convert.extras import require
+from marlin_convert.extras import require, require_for_kernel
 
 if TYPE_CHECKING:
     from marlin_convert.documents.bench import KernelBench, KernelRow
@@ -67,6 +67,7 @@ def command(
         raise click.UsageError("--tokens: a call has at least one token")
     if plot_to is not None:
         require("matplotlib")  # before minutes of measuring
+    require_for_kernel(settings["device"])
     from marlin_convert.bench.kernel import KernelSettings, bench_kernel
 
     report = bench_kernel(out, KernelSettings(**settings), output.message)

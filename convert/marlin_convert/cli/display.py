@@ -19,6 +19,7 @@ EVERY = 30.0
 #: the same for machines
 EVERY_JSON = 1.0
 COMPILING = "compiling, once on this machine"
+STARTING = "starting"
 
 
 class Display(Protocol):
@@ -98,19 +99,28 @@ def place(point: Point) -> str:
 
 
 class Bar:
-    """One bar, from the first point on."""
+    """One bar, from the first point on. Before it a word, since headers and manifests take seconds; whatever
+    is said meanwhile comes in its place.
+    """
 
     def __init__(self) -> None:
         self._bar: Any = None
         self._said = ""
+        self._before(STARTING)
 
     def show(self, point: Point) -> None:
         """See `Display`."""
         if self._bar is None:
             from tqdm import tqdm
 
+            self._before("")
             self._bar = tqdm(
-                desc=place(point), unit="B", unit_scale=True, file=sys.stderr, dynamic_ncols=True
+                desc=place(point),
+                total=point.total,
+                unit="B",
+                unit_scale=True,
+                file=sys.stderr,
+                dynamic_ncols=True,
             )
         self._bar.total = point.total
         self._say(place(point))
@@ -118,8 +128,16 @@ class Bar:
 
     def compiling(self, begun: bool) -> None:
         """See `Display`."""
-        if self._bar is not None:
+        if self._bar is None:
+            self._before(COMPILING if begun else STARTING)
+        else:
             self._bar.set_description(COMPILING if begun else self._said)
+
+    @staticmethod
+    def _before(text: str) -> None:
+        """Say it where no bar is yet, in the line's place of what was said so before."""
+        with suppress(OSError):  # a terminal that has gone
+            print(text.ljust(len(COMPILING)), end="\r", file=sys.stderr, flush=True)
 
     def _say(self, text: str) -> None:
         if text != self._said:
@@ -128,7 +146,9 @@ class Bar:
 
     def close(self) -> None:
         """See `Display`."""
-        if self._bar is not None:
+        if self._bar is None:
+            self._before("")
+        else:
             self._bar.close()
 
 

@@ -78,7 +78,7 @@ def _show(found: Examination) -> None:
     for provider in found.providers:
         loads = f"loads ({provider.version})"
         reason = provider.reason.replace(
-            found.torch.problem or provider.reason, "for what torch lacks, see above"
+            found.torch.problem or provider.reason, "torch is of no use, see its line"
         )
         lines[provider.name] = loads if provider.available else f"does not load: {reason}"
     if found.install and found.install not in found.kernel.reason:  # said once

@@ -12,7 +12,7 @@ from marlin_convert.cli import output
 from marlin_convert.cli.by_file import examples
 from marlin_convert.cli.options import json_option, rank_option
 from marlin_convert.cli.report import report_option, reporter
-from marlin_convert.words import count, gigabytes, ranges
+from marlin_convert.words import gigabytes, ranges, some
 
 
 @click.command(
@@ -39,28 +39,28 @@ def command(path: Path, tensor: str | None, rank: int, report: Path | None, as_j
     if report is not None and (tensor or not path.is_dir()):
         raise click.UsageError("--report is for a converted folder as a whole")
     found: Struct
-    if path.is_dir():
-        if rank and not tensor:
+    if path.is_dir() and tensor:
+        found = inspect.describe_tensor_of(path, rank, tensor)
+    elif path.is_dir():
+        if rank:
             raise click.UsageError("--rank goes with --tensor: without it the whole folder is shown")
         written = reporter(report, "inspect", str(path))
         with written.working():
-            found = (
-                inspect.describe_tensor_of(path, rank, tensor) if tensor else inspect.describe_folder(path)
-            )
-        written.finish(found, inspect_page)
+            found = folder = inspect.describe_folder(path)
+        written.finish(folder, inspect_page)
     else:
         found = inspect.describe_tensor_in(path, tensor) if tensor else inspect.describe_file(path)
     if as_json:
         output.document(found)
         return
     shown = to_builtins(found)
-    lost = shown.pop("missing", ())
+    if lost := shown.get("missing"):
+        shown["missing"] = f"{some(lost)} (gone or of another size); marlin-convert verify {path} says more"
+    else:
+        shown.pop("missing", None)
+    if "checks" in shown:
+        shown["checks"] += " while converting"
     _print(shown)
-    if lost:
-        output.message(
-            f"note: {count(len(lost), 'listed shard')} gone or of another size, such as {lost[0]}:"
-            f" marlin-convert verify {path}"
-        )
 
 
 def _print(found: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from marlin_convert.documents.doctor import ProviderReport
 from marlin_convert.errors import MachineError, UsageError
 from marlin_convert.extras import installed, need_device, package_version
+from marlin_convert.kernels.compiled_module import refuse_cut_modules
 from marlin_convert.progress import compiling
 
 if TYPE_CHECKING:
@@ -93,9 +94,12 @@ class OpProvider:
         return out
 
     def _call(self, operation: str, call: Callable[[], Any]) -> Any:
-        """Call an operation. Raises KernelUnavailableError where the package cannot compile it."""
+        """Call an operation. Raises KernelUnavailableError where the package cannot compile it, MachineError
+        where what it compiled before is not whole.
+        """
         if operation in self._ran or self.name not in COMPILED_HERE:
             return call()
+        refuse_cut_modules()
         compiling.tell(begun=True)
         try:
             result = call()

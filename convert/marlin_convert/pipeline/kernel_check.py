@@ -4,6 +4,7 @@ finished.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from threading import Lock
@@ -11,11 +12,12 @@ from threading import Lock
 import numpy as np
 import numpy.typing as npt
 
-from marlin_convert.errors import OutputError, UsageError
-from marlin_convert.extras import installed
+from marlin_convert.errors import OutputError, SourceWarning
+from marlin_convert.extras import require_for_kernel
 from marlin_convert.pipeline.target import Target
 from marlin_convert.planning.output_plan import OutputUnit
 from marlin_convert.storage.reads import ShortFileError, read_bytes
+from marlin_convert.words import count
 
 Check = Callable[[OutputUnit], None]
 
@@ -24,12 +26,9 @@ def kernel_check(target: Target, device: str = "cuda") -> Check:
     """A function that runs the kernel check on a unit whose files lie in OUT, one unit at a time.
 
     Raises MachineError here, before anything is written, where no kernel loads. The function raises
-    OutputError naming the first finding.
+    OutputError naming the first finding; what could not be asked of the kernel is a SourceWarning.
     """
-    if not installed("torch"):
-        raise UsageError(
-            "--verify kernel needs torch and a kernel package: pip install '.[sglang]', or use --verify exact"
-        )
+    require_for_kernel(device)
     from marlin_convert.checks.kernel.kernel_report import KernelReport
     from marlin_convert.checks.kernel.layer_files import LayerFiles, originals_from_source
     from marlin_convert.checks.kernel.scope import CheckScope
@@ -56,8 +55,8 @@ def kernel_check(target: Target, device: str = "cuda") -> Check:
             experts=plan.experts,
             tp=plan.topology.tp,
             ep=plan.topology.ep,
-            stored=lambda rank, name, begin, count: _stored(
-                out / plan.path(unit, rank), unit, name, begin, count
+            stored=lambda rank, name, begin, number: _stored(
+                out / plan.path(unit, rank), unit, name, begin, number
             ),
             path=lambda rank: plan.path(unit, rank),
         )
@@ -77,15 +76,20 @@ def kernel_check(target: Target, device: str = "cuda") -> Check:
                 f" {report.findings[0]}"
             )
 
+        if report.skipped:
+            more = count(len(report.skipped) - 1, "more such line")
+            rest = "" if len(report.skipped) == 1 else f" ({more} by `verify --kernel`)"
+            warnings.warn(f"{report.skipped[0]}{rest}", SourceWarning, stacklevel=2)
+
     return check
 
 
-def _stored(path: Path, unit: OutputUnit, name: str, begin: int, count: int) -> npt.NDArray[np.uint8]:
+def _stored(path: Path, unit: OutputUnit, name: str, begin: int, number: int) -> npt.NDArray[np.uint8]:
     """Some experts of a stacked tensor in a file that is whole, before there is a manifest to open the folder
     by.
     """
     size = next(stack.expert_bytes for stack in unit.stacked if stack.name == name)
     try:
-        return read_bytes(path, unit.offset(name) + begin * size, count * size)
+        return read_bytes(path, unit.offset(name) + begin * size, number * size)
     except ShortFileError as error:
         raise OutputError(f"{error}; run the same command again") from error

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
-
-from msgspec import Struct
 
 from marlin_convert.documents.manifest import Manifest, Shard
+from marlin_convert.documents.results import InspectedFolder
 from marlin_convert.report import parts
 from marlin_convert.report.files_map import FilesMap
 from marlin_convert.report.html import Html, facts, section, table
@@ -15,11 +13,11 @@ from marlin_convert.report.page import About, Page, commands, sentence
 from marlin_convert.words import gigabytes
 
 
-def inspect_page(manifest: Manifest, _: Struct, about: About) -> Page:
+def inspect_page(manifest: Manifest, found: InspectedFolder, about: About) -> Page:
     """What a folder's manifest says, and whether its files have their sizes."""
-    folder = Path(about.out)
-    states = {(s.unit, s.rank): "there" if _size(folder, s) == s.size else "missing" for s in manifest.shards}
-    absent = sum(state == "missing" for state in states.values())
+    missing = frozenset(found.missing)
+    states = {(s.unit, s.rank): "missing" if s.path in missing else "there" for s in manifest.shards}
+    absent = len(missing)
     lead = [
         sentence("Nothing was read but the manifest and the sizes of the files. To check every byte:"),
         commands(f"marlin-convert verify {shlex.quote(about.out)} --report report"),
@@ -44,13 +42,6 @@ def inspect_page(manifest: Manifest, _: Struct, about: About) -> Page:
             _constants(manifest),
         ),
     )
-
-
-def _size(folder: Path, shard: Shard) -> int:
-    try:
-        return (folder / shard.path).stat().st_size
-    except OSError:
-        return -1
 
 
 def _bytes(shards: tuple[Shard, ...] | list[Shard]) -> str:

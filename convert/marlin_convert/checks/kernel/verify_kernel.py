@@ -24,7 +24,7 @@ from marlin_convert.checks.kernel.scope import CheckScope, expert_units
 from marlin_convert.checks.published import open_same
 from marlin_convert.documents.manifest import Manifest, Unit, read_manifest
 from marlin_convert.errors import MachineError, UsageError
-from marlin_convert.extras import require
+from marlin_convert.extras import require_for_kernel
 from marlin_convert.kernels import TOKENS
 from marlin_convert.kernels.providers import Provider, environment, load_for
 from marlin_convert.kernels.quant_types import need_kernel_type
@@ -60,7 +60,7 @@ def verify_kernel(
     """
     lists = {"layers": layers, "ranks": ranks, "experts": experts, "tokens": tokens}
     refuse_odd(sample=sample, lists=lists, places={"out": out, "source": source})
-    require("torch")
+    require_for_kernel(device)
     folder, manifest = Path(out), read_manifest(Path(out))
     need_kernel_type(manifest.layout_id)
     refuse_known_wrong(manifest)
