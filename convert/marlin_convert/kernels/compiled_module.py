@@ -25,8 +25,8 @@ def refuse_cut_modules() -> None:
         size, needed = path.stat().st_size, needed_size(path)
         if size < needed:
             raise MachineError(
-                f"{path} has {size} bytes, by its own tables it must have {needed}: it was cut short; remove"
-                f" the folder {path.parent}, and it is compiled anew"
+                f"{path} has {size} bytes, by its own tables it must have {needed}: it was cut short, or"
+                f" another process compiles it now; else remove the folder {path.parent}: it is compiled anew"
             )
 
 
