@@ -17,7 +17,9 @@ from marlin_convert.documents.manifest import Shard, StoredTensor
 from marlin_convert.layout.protocol import ELEMENT, PROJECTIONS, ExpertShape, ExpertSlice, Layout, Role
 from marlin_convert.layout.rows import RowView
 from marlin_convert.storage.buffers import Bytes, aligned_buffer
-from marlin_convert.storage.reads import Piece, PieceReader, plan_reads
+from marlin_convert.storage.files import PAGE
+from marlin_convert.storage.reads import Piece, PieceReader, ReadPlan, plan_reads
+from marlin_convert.storage.shard_file import DTYPE_SIZE
 
 #: rows `begin` to `end` of a whole source tensor, [rows, bytes of a row]
 Fill = Callable[[int, int], Bytes]
@@ -59,7 +61,11 @@ def read_pieces(reader: PieceReader, pieces: Sequence[Piece]) -> list[Bytes]:
     short.
     """
     plan = plan_reads(list(pieces))
-    buffer = aligned_buffer(plan.size)
+    return read_planned(reader, pieces, plan, aligned_buffer(plan.size))
+
+
+def read_planned(reader: PieceReader, pieces: Sequence[Piece], plan: ReadPlan, buffer: Bytes) -> list[Bytes]:
+    """`read_pieces` by their plan, into a page-aligned buffer that is there."""
     files = {piece.file for piece in pieces}
     reader.open_files(files)
     try:
@@ -128,20 +134,20 @@ def assemble_expert(
     shape: ExpertShape,
     slices: Sequence[Mapping[str, Bytes] | None],
     fill: Callable[[str, Role], Bytes] | None = None,
+    space: Bytes | None = None,
 ) -> tuple[Matrices, set[int]]:
     """The published matrices of one expert, from its stored bytes: per slice in order, the bytes of each
     stacked tensor by name. Slices that are not there (None) come from `fill(projection, role)`, a whole
-    source matrix.
+    source matrix; without that they are zero. The matrices lie in `space`, page-aligned and of at least
+    `matrices_size` bytes (None: memory of their own).
 
     Also returns the slices whose padding is not zero; what they hold of the matrices means nothing.
     """
-    stacked, matrices = layout.stacked(shape), {}
-    for projection in PROJECTIONS:
-        for role in shape.scheme.roles:
-            matrix = _empty_matrix(shape, projection, role)
-            if fill is not None and None in slices:
-                matrix[:] = fill(projection, role).reshape(matrix.shape)
-            matrices[projection, role] = matrix
+    stacked = layout.stacked(shape)
+    matrices = _matrices(shape, aligned_buffer(matrices_size(shape)) if space is None else space)
+    if None in slices:
+        for (projection, role), matrix in matrices.items():
+            matrix[:] = 0 if fill is None else fill(projection, role).reshape(matrix.shape)
     dirty = set()
     for index, pieces in enumerate(slices):
         if pieces is None:
@@ -161,9 +167,28 @@ def assemble_expert(
     return matrices, dirty
 
 
-def _empty_matrix(shape: ExpertShape, projection: str, role: Role) -> Bytes:
-    rows, cols = shape.scheme.source_shape(role, *shape.matrix(projection))
-    return np.zeros((rows, cols * (4 if role is Role.WEIGHT else 2)), np.uint8)
+def matrices_size(shape: ExpertShape) -> int:
+    """Bytes that the matrices of an expert take, each in whole pages."""
+    return sum(-(-rows * width // PAGE) * PAGE for rows, width in _sizes(shape).values())
+
+
+def _sizes(shape: ExpertShape) -> dict[tuple[str, Role], tuple[int, int]]:
+    """Rows, and bytes of a row, of each matrix."""
+    sizes = {}
+    for projection in PROJECTIONS:
+        for role in shape.scheme.roles:
+            rows, cols = shape.scheme.source_shape(role, *shape.matrix(projection))
+            sizes[projection, role] = rows, cols * DTYPE_SIZE[shape.scheme.dtype(role)]
+    return sizes
+
+
+def _matrices(shape: ExpertShape, space: Bytes) -> Matrices:
+    """`space` as matrices; whatever it holds."""
+    at, matrices = 0, {}
+    for name, (rows, width) in _sizes(shape).items():
+        matrices[name] = space[at : at + rows * width].reshape(rows, width)
+        at += -(-rows * width // PAGE) * PAGE
+    return matrices
 
 
 def _slice_of(matrix: npt.NDArray[np.generic], projection: str, index: int, count: int) -> RowView:

@@ -9,16 +9,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from marlin_convert.assemble import Matrices, StoredSlice, assemble_expert, piece_of, read_pieces
+from marlin_convert.assemble import (
+    Matrices,
+    StoredSlice,
+    assemble_expert,
+    matrices_size,
+    piece_of,
+    read_planned,
+)
 from marlin_convert.checks.findings import Finding
 from marlin_convert.checks.origins import expert_owner
 from marlin_convert.checks.published import Published
 from marlin_convert.checks.units import UnitVerification
 from marlin_convert.checks.values import count_values
 from marlin_convert.layout.protocol import PROJECTIONS, ExpertShape, Layout, Role
-from marlin_convert.storage.buffers import Bytes
+from marlin_convert.storage.buffers import BufferPool, Bytes
 from marlin_convert.storage.files import digest
-from marlin_convert.storage.reads import PieceReader
+from marlin_convert.storage.reads import Piece, PieceReader, plan_reads
 
 #: a rank and a stacked tensor
 Key = tuple[int, str]
@@ -65,8 +72,9 @@ class StoredLayer:
 
 @dataclass(frozen=True)
 class ExpertCheck:
-    """Checks the experts of one layer."""
+    """Checks the experts of one layer, in memory of a pool."""
 
+    pool: BufferPool
     reader: PieceReader
     published: Published
     report: UnitVerification
@@ -74,16 +82,24 @@ class ExpertCheck:
 
     def check(self, expert: int) -> None:
         """Check one expert on all its ranks."""
-        stored = self.stored
-        owners = stored.owners(expert)
-        ranks = [rank for rank in owners if any(key[0] == rank for key in stored.held)]
-        pieces = self._read(expert, ranks)
+        owners = self.stored.owners(expert)
+        ranks = [rank for rank in owners if any(key[0] == rank for key in self.stored.held)]
+        stored = self._where(expert, ranks)
+        plan = plan_reads(list(stored.values()))
+        # one buffer for what is stored and for the matrices: a fresh one costs as much time as the inverse
+        with self.pool.take(plan.size + matrices_size(self.stored.shape)) as buffer:
+            read = read_planned(self.reader, list(stored.values()), plan, buffer)
+            self._check(expert, ranks, dict(zip(stored, read, strict=True)), buffer[plan.size :])
+
+    def _check(self, expert: int, ranks: Sequence[int], pieces: Mapping[Key, Bytes], space: Bytes) -> None:
+        """Check an expert's pieces, with `space` for its matrices."""
+        stored, owners = self.stored, self.stored.owners(expert)
         damaged = {key for key, piece in pieces.items() if not self._is_recorded(expert, key, piece)}
         provable = len(ranks) == len(owners) or self.published.has_files
         self.report.count(size=sum(piece.nbytes for piece in pieces.values()))
         explained: set[Key] = set()
         if provable:
-            explained = self._compare(expert, ranks, pieces, damaged)
+            explained = self._compare(expert, ranks, pieces, damaged, space)
         else:
             self.report.count(unproven=len(PROJECTIONS) * (1 + len(stored.shape.scheme.roles)))
         for rank, name in sorted(damaged - explained):
@@ -94,17 +110,22 @@ class ExpertCheck:
         recorded = self.stored.piece_digest(key, expert - self.stored.first(key[0]))
         return recorded in (None, digest(piece))
 
-    def _read(self, expert: int, ranks: Sequence[int]) -> dict[Key, Bytes]:
-        """The stored bytes of one expert, per rank and stacked tensor."""
-        keys = [key for key in self.stored.held if key[0] in ranks]
-        wanted = []
-        for key in keys:
-            local = expert - self.stored.first(key[0])
-            wanted.append(piece_of(self.stored.held[key], local, local + 1))
-        return dict(zip(keys, read_pieces(self.reader, wanted), strict=True))
+    def _where(self, expert: int, ranks: Sequence[int]) -> dict[Key, Piece]:
+        """Where the stored bytes of one expert lie, per rank and stacked tensor."""
+        found = {}
+        for key in self.stored.held:
+            if key[0] in ranks:
+                local = expert - self.stored.first(key[0])
+                found[key] = piece_of(self.stored.held[key], local, local + 1)
+        return found
 
     def _compare(
-        self, expert: int, ranks: Sequence[int], pieces: Mapping[Key, Bytes], damaged: set[Key]
+        self,
+        expert: int,
+        ranks: Sequence[int],
+        pieces: Mapping[Key, Bytes],
+        damaged: set[Key],
+        space: Bytes,
     ) -> set[Key]:
         """Compare the matrices with the source; counts what is right, reports what differs and returns which
         damaged pieces that explains.
@@ -119,6 +140,7 @@ class ExpertCheck:
             stored.shape,
             slices,
             lambda p, role: self.published.whole(self._name(expert, p, role)),
+            space,
         )
         self.report.count_values(count_values(matrices, expert))
         dirty = {owners[index] for index in unclean}

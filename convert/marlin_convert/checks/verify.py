@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -30,12 +31,14 @@ from marlin_convert.checks.tasks import Task, run_tasks
 from marlin_convert.checks.units import UnitVerification
 from marlin_convert.documents.manifest import Unit, read_manifest
 from marlin_convert.errors import OutputError, UsageError
-from marlin_convert.layout import get_layout, known_layouts
+from marlin_convert.layout import get_layout, known_layouts, load_compiled
 from marlin_convert.progress import Progress
 from marlin_convert.shards.kept_source import DIGESTS, KeptSource, read_kept_source, sound_bytes
+from marlin_convert.storage.buffers import BufferPool
 from marlin_convert.storage.files import digest, machine_errors
 from marlin_convert.storage.reads import PieceReader
 from marlin_convert.storage.shard_file import is_filler
+from marlin_convert.threads import start
 
 #: memory that checking a tensor takes that is streamed: a chunk as stored, joined, and of the source
 STREAMED = 3 * CHUNK
@@ -72,6 +75,7 @@ def verify(
     part = Part.of(manifest, layers, ranks)
     report = Verification(with_source=source is not None, of_all=part.whole)
     begin = time.perf_counter()
+    start(load_compiled, "load")
     with machine_errors(f"checking {out}"):
         kept = read_kept_source(folder, manifest)
         check_listed_files(folder, part, kept, report)
@@ -109,6 +113,7 @@ class _Data:
         self._part, self._manifest, self._kept, self._published = part, part.manifest, kept, published
         manifest = part.manifest
         self._reader = PieceReader(lambda path: out / path)
+        self._pool = BufferPool(sys.maxsize)  # there are only so many threads, chosen by memory
         self._digests = sound_bytes(out, manifest, "digests.bin") or b""
         if manifest.layout_id not in known_layouts():
             raise OutputError(f"{out}: the layout {manifest.layout_id} is not one this program knows")
@@ -173,7 +178,8 @@ class _Data:
         layer = StoredLayer(unit.layer, prefix, layout, shape, experts, held, self._digests)
         sound = [self._is_sound(layer, key, report) for key in held]
         if all(sound):
-            check, owned = ExpertCheck(self._reader, self._published, report, layer), layer.owned()
+            check = ExpertCheck(self._pool, self._reader, self._published, report, layer)
+            owned = layer.owned()
             size = sum(item.tensor.size for item in held.values()) // max(len(owned), 1)
             # as stored, put together, and a copy to look closer at what is wrong
             memory = 3 * moe_tp * sum(item.row_bytes for item in held.values()) // max(len(ranks), 1)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from importlib import import_module
+
 from marlin_convert.errors import UsageError
 from marlin_convert.layout.marlin_moe import MarlinU4B8
 from marlin_convert.layout.protocol import Layout
@@ -26,6 +29,21 @@ def get_layout(layout_id: str) -> Layout:
     if layout_id not in _LAYOUTS:
         raise UsageError(f"there is no layout {layout_id}; known are {', '.join(_LAYOUTS)}")
     return _LAYOUTS[layout_id]
+
+
+def load_compiled() -> None:
+    """Load numba and what it compiled, half a second, beside what waits for the disk; whoever needs it meets
+    the errors.
+    """
+    with suppress(Exception):
+        import numpy as np
+
+        import_module("marlin_convert.layout.batch")
+        from marlin_convert.layout import marlin
+        from marlin_convert.layout.rows import RowView
+
+        words = np.zeros((1, marlin.TILE_N), np.uint64)
+        marlin.unpack_weight_view(RowView.of(words), RowView.of(np.zeros_like(words.T, order="C")))
 
 
 register(MarlinU4B8())

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
-from threading import Thread
 
 from marlin_convert.arguments import refuse_odd
 from marlin_convert.checkpoint.fetcher import Fetcher
@@ -17,6 +14,7 @@ from marlin_convert.checkpoint.identify import identify, stamps
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.documents.records import FinishedUnit
 from marlin_convert.errors import SourceError, UsageError
+from marlin_convert.layout import load_compiled
 from marlin_convert.pipeline.budget import Budget, choose_budget
 from marlin_convert.pipeline.clear import (
     clear_output,
@@ -48,6 +46,7 @@ from marlin_convert.shards.kept_source import recorded_digests
 from marlin_convert.storage.buffers import BufferPool
 from marlin_convert.storage.files import machine_errors, make_folder, make_path, sync_folder
 from marlin_convert.storage.reads import PieceReader
+from marlin_convert.threads import start
 
 #: asked with the files of a conversion that --overwrite is about to remove; False leaves them
 Confirm = Callable[[Sequence[Path]], bool]
@@ -191,8 +190,7 @@ class Conversion:
     def _prepare(self, decision: Decision) -> list[OutputUnit]:
         """Remove what is to be replaced, see what is made already; returns the units that are left."""
         target, out = self.target, self.target.out
-        with suppress(RuntimeError):  # a thread too many: it is imported when it is needed
-            Thread(target=_load_compiled).start()
+        start(load_compiled, "load")  # where that cannot be, it is loaded when it is needed
         if decision.action is Action.REPLACE:
             with machine_errors(f"clearing {out}"):
                 clear_output(out, target.source.auxiliary)
@@ -262,11 +260,3 @@ class Conversion:
             jobs: list[Job] = [*expert_jobs(work, self.budget.batch), *tensor_jobs(work)]
             work.jobs_left = len(jobs)
             yield from jobs
-
-
-def _load_compiled() -> None:
-    """Import what numba compiled, a third of a second, while the disk is busy with beginning; who needs it
-    meets the errors.
-    """
-    with suppress(Exception):
-        import_module("marlin_convert.layout.batch")
