@@ -32,7 +32,7 @@ def test_what_the_jobs_read(options: Options, split: bool, tmp_path: Path) -> No
     plan = plan_output(source, options)
     target = Target(source, identify(source), plan, tmp_path)
     for unit in plan.units:
-        work = UnitWork(target, unit, False)
+        work = UnitWork(target, unit)
         read = {file for job in expert_jobs(work, 2) for file in job.files}
         read |= {file for job in tensor_jobs(work) for file in job.files}
         assert set(unit_files(source, plan, unit)) == read
@@ -43,7 +43,7 @@ def test_ep_groups_take_turns(tmp_path: Path) -> None:
     source = open_source(str(make_small(tmp_path / "checkpoint", experts=8, vt_layers=1).folder))
     target = Target(source, identify(source), plan_output(source, Options(2, 2)), tmp_path)
     (unit, *_) = [unit for unit in target.plan.units if unit.source.experts_prefix is not None]
-    jobs = expert_jobs(UnitWork(target, unit, False), 3)
+    jobs = expert_jobs(UnitWork(target, unit), 3)
     assert [(job.experts, job.ranks) for job in jobs] == [
         (range(3), (0,)),
         (range(4, 7), (1,)),

@@ -45,8 +45,6 @@ class ComparedFiles(AheadFetcher):
     `published` has the sha256 of each, `where` is the repository and commit, for people.
     """
 
-    cached = True
-
     def __init__(self, folder: Path, published: Mapping[str, str], where: str, needed: Needed) -> None:
         super().__init__(needed)
         self._folder, self._published, self._where = folder, published, where

@@ -29,12 +29,11 @@ Needed = Mapping[str, Sequence[str]]
 
 class Fetcher(Protocol):
     """Brings source files to the disk. It takes `room` more bytes at `place`, or with its staging folder
-    where `place` is None. What it brings is `cached` where it has all just gone through the page cache.
+    where `place` is None.
     """
 
     place: Path | None = None
     room: int = 0
-    cached: bool = False
 
     def start(self) -> None:
         """Begin to fetch."""
@@ -185,8 +184,6 @@ class HubFetcher(AheadFetcher):
     """The files of a repository. Those that lie in `staging` are removed when no unit needs them any more;
     others are never touched.
     """
-
-    cached = True
 
     def __init__(
         self,

@@ -7,19 +7,23 @@ The hub's own client does all of the transfer; it is imported only when a reposi
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 
 from marlin_convert.checkpoint.compared import difference
 from marlin_convert.checkpoint.fetcher import Fetcher, HubFetcher, Needed
+from marlin_convert.checkpoint.file_reader import FileReader
 from marlin_convert.checkpoint.header import Header, read_header
 from marlin_convert.checkpoint.hub_errors import AGAIN, hub_errors
 from marlin_convert.checkpoint.hub_files import HubFile, HubFiles, HubOptions, Received, remove_fetched
+from marlin_convert.checkpoint.index import SourceTensor
 from marlin_convert.checkpoint.store import START, FolderStore, folder_of_commit
 from marlin_convert.documents.bounds import bound_of
 from marlin_convert.errors import MachineError, SourceError
 from marlin_convert.progress import Progress
+from marlin_convert.storage.source_reader import SourceReader
 
 #: asked for first of each file: all of a small header; of a large one the length, and the rest is one more
 #: request
@@ -121,6 +125,10 @@ class HubStore:
     def fetcher(self, needed: Needed, staging: Path, progress: Progress | None) -> Fetcher:
         """Fetches into `staging` if files are to be freed, else to the chosen folder or the cache."""
         return HubFetcher(self, needed, staging, progress)
+
+    def reader(self, tensors: Mapping[str, SourceTensor], direct: bool) -> SourceReader:
+        """What has just been fetched and hashed is in the page cache: reading past it would read the disk."""
+        return FileReader(self.path, tensors, direct=False)
 
     def forget(self, name: str) -> None:
         """Take note that a file was removed."""

@@ -16,8 +16,9 @@ from typing import Protocol
 
 from marlin_convert.checkpoint.compared import ComparedFiles, difference, not_published
 from marlin_convert.checkpoint.fetcher import Fetcher, LocalFiles, Needed
+from marlin_convert.checkpoint.file_reader import FileReader
 from marlin_convert.checkpoint.header import Header, read_header
-from marlin_convert.checkpoint.index import INDEX_NAME, weight_names
+from marlin_convert.checkpoint.index import INDEX_NAME, SourceTensor, weight_names
 from marlin_convert.documents.bounds import JOB, bound_of
 from marlin_convert.documents.codec import read
 from marlin_convert.documents.records import DownloadRecord
@@ -25,6 +26,7 @@ from marlin_convert.errors import OutputError, SourceError
 from marlin_convert.progress import Progress
 from marlin_convert.storage.files import open_regular, read_small, reading
 from marlin_convert.storage.reads import read_exactly
+from marlin_convert.storage.source_reader import SourceReader
 
 #: written by `download` beside the files: where they come from
 RECORD = ".marlin-convert-source.json"
@@ -78,6 +80,11 @@ class Store(Protocol):
 
     def fetcher(self, needed: Needed, staging: Path, progress: Progress | None) -> Fetcher:
         """What brings the files that units need, in their order; nothing is fetched yet."""
+
+    def reader(self, tensors: Mapping[str, SourceTensor], direct: bool) -> SourceReader:
+        """What reads the tensors; past the page cache with `direct`, unless their files have all just gone
+        through it.
+        """
 
 
 @dataclass(frozen=True)
@@ -147,6 +154,10 @@ class FolderStore:
         if self.hub_commit is None:
             return LocalFiles()
         return ComparedFiles(self.folder, self.published, self._commit, needed)
+
+    def reader(self, tensors: Mapping[str, SourceTensor], direct: bool) -> SourceReader:
+        """Those that are compared are read for that, just before."""
+        return FileReader(self.path, tensors, direct and self.hub_commit is None)
 
     @property
     def _commit(self) -> str:

@@ -58,7 +58,7 @@ def _need(target: Target, batch: int) -> int:
     need = 0
     experts_seen = False
     for unit in target.plan.units:
-        work = UnitWork(target, unit, False)
+        work = UnitWork(target, unit)
         need = max([need, *(job.need for job in tensor_jobs(work))])
         if unit.source.experts_prefix is not None and not experts_seen:
             # a layer's batches differ only in how their pieces lie together: a margin covers that

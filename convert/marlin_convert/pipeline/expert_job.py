@@ -19,7 +19,7 @@ from marlin_convert.planning.output_plan import Stack
 from marlin_convert.planning.units import ExpertTensor, expert_tensors
 from marlin_convert.storage.buffers import Bytes
 from marlin_convert.storage.files import PAGE, digest
-from marlin_convert.storage.reads import Piece, ReadPlan, plan_reads
+from marlin_convert.storage.source_reader import Part, Reads
 
 #: the memory of a batch in each role's elements
 Memory = Mapping[Role, npt.NDArray[Any]]
@@ -44,7 +44,7 @@ class ExpertJob:
     experts: range
     ranks: tuple[int, ...]
     tensors: tuple[ExpertTensor, ...]
-    reads: ReadPlan
+    reads: Reads
 
     @property
     def need(self) -> int:
@@ -56,7 +56,7 @@ class ExpertJob:
     @property
     def files(self) -> tuple[str, ...]:
         """Source files it reads."""
-        return tuple(sorted({run.file for run in self.reads.runs}))
+        return self.reads.files
 
     @property
     def _first(self) -> int:
@@ -66,7 +66,7 @@ class ExpertJob:
 
     def run(self, tools: Tools) -> None:
         """Do it all. Raises SourceError, MachineError, or ConvertError where the exact check fails."""
-        plan, size = self.work.target.plan, sum(run.length for run in self.reads.runs)
+        plan, size = self.work.target.plan, self.reads.read_bytes
         with tools.pool.take(self.need) as buffer:
             with tools.stages.time("read", size):
                 tools.reader.read(self.reads, buffer)
@@ -207,6 +207,6 @@ def _job(work: UnitWork, experts: range, ranks: tuple[int, ...]) -> ExpertJob:
     tensors = tuple(
         tensor for expert in experts for tensor in expert_tensors(prefix, expert, work.target.plan.shape)
     )
-    places = [work.target.source.tensors[tensor.name] for tensor in tensors]
-    reads = plan_reads([Piece(place.file, place.entry.offset, place.entry.size) for place in places])
+    entries = [work.target.source.tensors[tensor.name].entry for tensor in tensors]
+    reads = work.target.reader.plan([Part(entry.name, 0, entry.size) for entry in entries])
     return ExpertJob(work, experts, ranks, tensors, reads)

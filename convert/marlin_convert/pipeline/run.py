@@ -45,7 +45,6 @@ from marlin_convert.progress import Progress
 from marlin_convert.shards.kept_source import recorded_digests
 from marlin_convert.storage.buffers import BufferPool
 from marlin_convert.storage.files import machine_errors, make_folder, make_path, sync_folder
-from marlin_convert.storage.reads import PieceReader
 from marlin_convert.threads import start
 
 #: asked with the files of a conversion that --overwrite is about to remove; False leaves them
@@ -107,8 +106,9 @@ def convert(
     options = Options.of((tp, ep, attn_tp), layers, ranks, layout)
     opened, plan = open_and_plan(source, out, options, hub, overwrite)
     request = request_of(opened, plan, Path(out), verify, overwrite)
-    budget = choose_budget(request.target, threads, memory)
-    return Conversion(request.target, request, budget, direct_io, progress).run(fetch_progress, confirm)
+    target = replace(request.target, direct_io=direct_io)
+    budget = choose_budget(target, threads, memory)
+    return Conversion(target, request, budget, progress).run(fetch_progress, confirm)
 
 
 def request_of(
@@ -132,7 +132,6 @@ class Conversion:
     target: Target
     request: Request
     budget: Budget
-    direct_io: bool
     progress: Progress | None
 
     def __post_init__(self) -> None:
@@ -224,7 +223,7 @@ class Conversion:
 
     def _make(self, left: Sequence[OutputUnit], checks: str, kernel: Check | None, fetcher: Fetcher) -> None:
         """Make the units that are left and record each."""
-        source = self.target.source
+        source, reader = self.target.source, self.target.reader
 
         def finished(done: UnitWork, record: FinishedUnit) -> None:
             """A unit's files are durable: unless the source was touched meanwhile, its record makes it
@@ -242,8 +241,6 @@ class Conversion:
             self.records[record.name] = record
             fetcher.release(done.unit.name)
 
-        # what has just been fetched and hashed is in the page cache: reading past it would read the disk
-        reader = PieceReader(source.path, self.direct_io and not fetcher.cached)
         counter, pool = Counter(self.target, left, self.progress), BufferPool(self.budget.memory)
         tools = Tools(fetcher, reader, pool, self.stages, checks != "none", counter.count)
         counter.begin()
@@ -256,7 +253,7 @@ class Conversion:
         source = self.target.source
         recorded = recorded_digests(self.target.out, source)
         for unit in units:
-            work = UnitWork(self.target, unit, self.direct_io, recorded)
+            work = UnitWork(self.target, unit, recorded)
             jobs: list[Job] = [*expert_jobs(work, self.budget.batch), *tensor_jobs(work)]
             work.jobs_left = len(jobs)
             yield from jobs

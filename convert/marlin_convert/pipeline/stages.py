@@ -12,7 +12,7 @@ from marlin_convert.checkpoint.fetcher import Fetcher
 from marlin_convert.documents.provenance import Stage
 from marlin_convert.planning.output_plan import OutputUnit
 from marlin_convert.storage.buffers import BufferPool
-from marlin_convert.storage.reads import PieceReader
+from marlin_convert.storage.source_reader import SourceReader
 
 #: `repack` includes the exact check, where it is on: what was made is inverted and compared piece by piece,
 #: while it is in the cache
@@ -52,7 +52,7 @@ class Tools:
     """
 
     fetcher: Fetcher
-    reader: PieceReader
+    reader: SourceReader
     pool: BufferPool
     stages: Stages
     check: bool

@@ -7,6 +7,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -18,10 +20,18 @@ from marlin_convert.planning.units import PlainTensor
 from marlin_convert.slicing import Rank, span
 from marlin_convert.storage.buffers import Bytes
 from marlin_convert.storage.files import PAGE
-from marlin_convert.storage.reads import Piece, plan_reads
+from marlin_convert.storage.source_reader import Part, Reads
 
 #: source bytes of a chunk, about
 CHUNK = 16 << 20
+
+
+class Chunk(NamedTuple):
+    """Some rows of the tensor, the slices that have some of them, and how they are read."""
+
+    rows: range
+    slices: range
+    reads: Reads
 
 
 @dataclass(frozen=True)
@@ -34,12 +44,12 @@ class TensorJob:
     @property
     def need(self) -> int:
         """Bytes of memory: one chunk as read, and once more as cut."""
-        return 2 * (self._chunk_rows * self._row_bytes + 2 * PAGE) + PAGE * len(self.work.unit.ranks)
+        return max(chunk.reads.size for chunk in self._chunks) + self._chunk_rows * self._row_bytes
 
     @property
     def files(self) -> tuple[str, ...]:
         """Source files it reads."""
-        return (self.work.target.source.tensors[self.tensor.name].file,)
+        return tuple(sorted({file for chunk in self._chunks for file in chunk.reads.files}))
 
     @property
     def _row_bytes(self) -> int:
@@ -56,22 +66,19 @@ class TensorJob:
     def run(self, tools: Tools) -> None:
         """Stream it. Raises SourceError or MachineError."""
         name = self.tensor.name
-        file, entry = self.work.target.source.tensors[name]
         holders = self.tensor.cut.holders(self.work.unit.ranks)
         whole = xxhash.xxh3_128()
         parts = {index: xxhash.xxh3_128() for index in holders}
         row_bytes = self._row_bytes
         with tools.pool.take(self.need) as buffer:
-            for rows, indexes in self._chunks():
-                wanted = Piece(file, entry.offset + rows.start * row_bytes, len(rows) * row_bytes)
-                reads = plan_reads([wanted])
-                with tools.stages.time("read", reads.size):
+            for rows, indexes, reads in self._chunks:
+                with tools.stages.time("read", reads.read_bytes):
                     tools.reader.read(reads, buffer)
                 at = reads.places[0]
-                chunk = buffer[at : at + wanted.size].reshape(len(rows), row_bytes)
+                chunk = buffer[at : at + len(rows) * row_bytes].reshape(len(rows), row_bytes)
                 with tools.stages.time("hash", chunk.nbytes):
                     whole.update(chunk.data)
-                space = buffer[-(-reads.size // PAGE) * PAGE :]
+                space = buffer[reads.size :]
                 for index in indexes:
                     if index in holders:
                         part = self._cut(tools, chunk, space, index)
@@ -84,7 +91,16 @@ class TensorJob:
             for rank in ranks:
                 self.work.plain_digests[rank, name] = parts[index].digest()
 
-    def _chunks(self) -> Iterator[tuple[range, range]]:
+    @cached_property
+    def _chunks(self) -> tuple[Chunk, ...]:
+        """In row order."""
+        name, row, plan = self.tensor.name, self._row_bytes, self.work.target.reader.plan
+        return tuple(
+            Chunk(rows, slices, plan([Part(name, rows.start * row, len(rows) * row)]))
+            for rows, slices in self._ranges()
+        )
+
+    def _ranges(self) -> Iterator[tuple[range, range]]:
         """(rows, slices that have some of them), in row order."""
         cut, rows = self.tensor.cut, self.tensor.shape[0]
         slices = [(cut.block(self.tensor.shape, i)[0], range(i, i + 1)) for i in range(cut.parts)]

@@ -30,7 +30,6 @@ class UnitWork:
 
     target: Target
     unit: OutputUnit
-    direct_io: bool
     recorded: Recorded = field(default_factory=dict)
     jobs_left: int = 0
     state: str = "new"
@@ -60,7 +59,7 @@ class UnitWork:
                 file = ShardFile(
                     self.target.out / self.target.plan.path(self.unit, rank),
                     self.unit.file_size,
-                    self.direct_io,
+                    self.target.direct_io,
                 )
                 self.files[rank] = file
                 self.heads[rank] = head

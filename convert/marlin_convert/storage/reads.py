@@ -77,6 +77,20 @@ class ReadPlan:
     places: tuple[int, ...]
     size: int
 
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that are read, with what lies between the pieces."""
+        return self.size
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files that are read, each once."""
+        return tuple(sorted({run.file for run in self.runs}))
+
+    def fill(self, reader: PieceReader, buffer: npt.NDArray[np.uint8]) -> None:
+        """Read all of it; see `PieceReader.read`."""
+        reader.read(self, buffer)
+
 
 def plan_reads(pieces: list[Piece]) -> ReadPlan:
     """Join neighbours, round out to pages. Pieces may come in any order and must not overlap."""
