@@ -15,7 +15,7 @@ from any_document import documents, plain
 from marlin_convert.documents.codec import parse_json, read, seal_holds, sealed, write
 from marlin_convert.documents.engine_files import Index, QuantizationConfig
 from marlin_convert.documents.identity import SourceIdentity
-from marlin_convert.documents.manifest import Manifest, Parallel, Shard, Unit
+from marlin_convert.documents.manifest import ListedFile, Manifest, Parallel, Shard, StoredTensor, Unit
 from marlin_convert.documents.provenance import Provenance
 from marlin_convert.documents.records import (
     DownloadRecord,
@@ -31,13 +31,18 @@ slowly = settings(max_examples=40, suppress_health_check=list(HealthCheck))
 
 
 UNITS = st.lists(documents(Unit), min_size=1, max_size=2, unique_by=lambda unit: unit.name)
-SHARDS = st.lists(documents(Shard), min_size=1, max_size=2)
+TENSORS = st.lists(documents(StoredTensor), min_size=1, max_size=3, unique_by=lambda tensor: tensor.name)
+PATHS = st.integers(0, 99).map("rank-00-of-01/layer-{:03d}.safetensors".format)
+SHARD = {"path": PATHS, "tensors": TENSORS.map(tuple)}
+SHARDS = st.lists(documents(Shard, **SHARD), min_size=1, max_size=2, unique_by=lambda shard: shard.path)
+FILES = st.lists(documents(ListedFile), min_size=1, max_size=3, unique_by=lambda file: file.path)
 SPLITS = st.sampled_from([(1, 1), (8, 1), (8, 4), (16, 16)])
 #: all but the parts that must go together
 REST = documents(
     Manifest,
     units=documents(Unit, name=st.just("top")).map(lambda unit: (unit,)),
-    shards=documents(Shard, unit=st.just("top")).map(lambda shard: (shard,)),
+    shards=documents(Shard, unit=st.just("top"), **SHARD).map(lambda shard: (shard,)),
+    files=FILES.map(tuple),
     parallel=documents(Parallel, tp=st.just(4), ep=st.just(2), attn_tp=st.none()),
 )
 

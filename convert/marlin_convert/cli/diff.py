@@ -64,4 +64,5 @@ def _line(part: DifferingPart) -> str:
     experts = ""
     if part.experts is not None:
         experts = f", {'expert' if len(part.experts) == 1 else 'experts'} {ranges(part.experts)}"
-    return f"{printable(part.path)}{tensor}{experts} {part.what}"
+    keys = f" in {', '.join(part.keys)}" if part.keys else ""
+    return f"{printable(part.path)}{tensor}{experts} {part.what}{keys}"

@@ -185,6 +185,10 @@ class Shard(Struct, frozen=True):
     ]
     fused: Annotated[tuple[FusedTensor, ...], about("tensors that may be read as one")]
 
+    def __post_init__(self) -> None:
+        if len({tensor.name for tensor in self.tensors}) != len(self.tensors):
+            raise ValueError(f"{self.path} has a tensor twice")
+
 
 class ListedFile(Struct, frozen=True):
     """A file beside the shards."""
@@ -244,6 +248,9 @@ class Manifest(Sealed, frozen=True, kw_only=True):
         names = [unit.name for unit in self.units]
         if len(set(names)) != len(names) or not {shard.unit for shard in self.shards} <= set(names):
             raise ValueError("units and the units of shards do not go together")
+        paths = [*(shard.path for shard in self.shards), *(file.path for file in self.files)]
+        if len(set(paths)) != len(paths):
+            raise ValueError(f"{next(path for path in paths if paths.count(path) > 1)} is listed twice")
 
     @property
     def tp(self) -> int:

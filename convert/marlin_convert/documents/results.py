@@ -128,12 +128,13 @@ class DifferingPart(Struct, frozen=True, omit_defaults=True):
     path: Annotated[Text, about("the shard or document; `source` for a source tensor")]
     what: Annotated[
         Text,
-        about("how", enum=["differs", "only in the first", "only in the second", "has another source id"]),
+        about("how", enum=["differs", "only in the first", "only in the second"]),
     ]
     tensor: Annotated[Text | None, about("the tensor, where it is one")] = None
     experts: Annotated[
         tuple[int, ...] | None, about("of a stacked tensor the experts, numbered as in the source")
     ] = None
+    keys: Annotated[tuple[Text, ...] | None, about("of manifest.json the keys that differ")] = None
 
 
 class Differences(Struct, frozen=True):

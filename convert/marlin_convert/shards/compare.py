@@ -9,16 +9,29 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from marlin_convert.arguments import refuse_odd
 from marlin_convert.documents.manifest import Manifest, Shard, StoredTensor, read_manifest
 from marlin_convert.documents.results import Differences, DifferingPart
 from marlin_convert.errors import OutputError
-from marlin_convert.shards.kept_source import ZEROS, KeptSource, read_kept_source, sound_bytes
+from marlin_convert.shards.kept_source import (
+    DIGESTS,
+    HEADERS,
+    ZEROS,
+    KeptSource,
+    read_kept_source,
+    sound_bytes,
+)
 from marlin_convert.slicing import Topology
+from marlin_convert.storage.files import digest
 from marlin_convert.storage.shard_file import is_filler
 
 _Thing = TypeVar("_Thing")
 ONE, OTHER, DIFFERS = "only in the first", "only in the second", "differs"
+#: documents that another split has others of
+OF_A_SPLIT = ("README.md", "config.json")
 
 
 def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> Differences:
@@ -26,41 +39,86 @@ def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> Differen
     are so. The result is true where nothing differs.
 
     Of the same split and layout, shards are compared with each other, down to single experts, and the
-    documents. Otherwise what both keep of their sources is: each source tensor that both were made from.
+    documents, manifest.json key by key. Otherwise what both keep of their sources is, and what both copied of
+    it: each source tensor, and each file beside the weights.
 
     Raises UsageError, or OutputError where a manifest or what is compared is damaged.
     """
     refuse_odd(places={"one": one, "other": other})
     folders = Path(one), Path(other)
-    first, second = (read_manifest(folder) for folder in folders)
-    if _split(first) == _split(second):
-        blobs = [_digests(*pair) for pair in zip(folders, (first, second), strict=True)]
-        parts = [*_shards(first, second, (blobs[0], blobs[1])), *_files(first, second)]
-        if first.source.id != second.source.id:
-            parts.append(DifferingPart("manifest.json", "has another source id"))
-        compared = len({shard.path for shard in (*first.shards, *second.shards)})
-        return Differences(str(one), str(other), "shards", not parts, compared, tuple(parts))
-    kept = [read_kept_source(*pair) for pair in zip(folders, (first, second), strict=True)]
-    known = [_known(each) for each in kept]
-    parts = list(_sources(known[0], known[1]))
-    if kept[0].config != kept[1].config:
-        parts.append(DifferingPart("source/config.json", DIFFERS))
-    compared = len(known[0].keys() & known[1].keys())
-    return Differences(str(one), str(other), "source tensors", not parts, compared, tuple(parts))
+    manifests = read_manifest(folders[0]), read_manifest(folders[1])
+    alike = _split(manifests[0]) == _split(manifests[1])
+    compared, parts = (_by_shards if alike else _by_sources)(folders, manifests)
+    by = "shards" if alike else "source tensors"
+    return Differences(str(one), str(other), by, not parts, compared, tuple(parts))
 
 
 def _split(manifest: Manifest) -> tuple[object, ...]:
-    return manifest.layout, manifest.tp, manifest.ep, manifest.parallel.padding
+    return manifest.layout, replace(manifest.parallel, rules="")
 
 
-def _digests(out: Path, manifest: Manifest) -> bytes:
-    blob = sound_bytes(out, manifest, "digests.bin")
-    if blob is None:
+def _by_shards(
+    folders: tuple[Path, Path], manifests: tuple[Manifest, Manifest]
+) -> tuple[int, list[DifferingPart]]:
+    blobs = _expert_digests(folders[0], manifests[0]), _expert_digests(folders[1], manifests[1])
+    compared = {shard.path for manifest in manifests for shard in manifest.shards}
+    return len(compared), [*_shards(manifests, blobs), *_files(manifests), *_keys(manifests)]
+
+
+def _by_sources(
+    folders: tuple[Path, Path], manifests: tuple[Manifest, Manifest]
+) -> tuple[int, list[DifferingPart]]:
+    kept = _kept(folders[0], manifests[0]), _kept(folders[1], manifests[1])
+    known = _known(kept[0]), _known(kept[1])
+    parts = [DifferingPart("source", what, name) for name, a, b in _pairs(*known) if (what := _differs(a, b))]
+    if kept[0].config != kept[1].config:
+        parts.append(DifferingPart("source/config.json", DIFFERS))
+    parts += [part for part in _files(manifests) if "/" not in part.path and part.path not in OF_A_SPLIT]
+    return len(known[0].keys() & known[1].keys()), parts
+
+
+def _sound(out: Path, manifest: Manifest, name: str) -> bytes:
+    data = sound_bytes(out, manifest, name)
+    if data is None:
         raise OutputError(
-            f"{out}/digests.bin is damaged or missing, so experts cannot be compared; make OUT again: convert"
+            f"{out}/{name} is damaged or missing, so that nothing can be compared; make OUT again: convert"
             " with --overwrite"
         )
+    return data
+
+
+def _kept(out: Path, manifest: Manifest) -> KeptSource:
+    """What OUT keeps of its source, as the manifest lists it."""
+    headers = (f"{HEADERS}{file.name}.gz" for file in manifest.source.files)
+    for name in (DIGESTS, "source/config.json", *headers):
+        _sound(out, manifest, name)
+    return read_kept_source(out, manifest)
+
+
+def _expert_digests(out: Path, manifest: Manifest) -> bytes:
+    """digests.bin. Raises OutputError where a digest of the manifest is not that of the digests it stands
+    for: what looks the same need not be so then.
+    """
+    blob = _sound(out, manifest, "digests.bin")
+    for shard in manifest.shards:
+        for name, said, joined in _joined(shard, blob):
+            if digest(joined).hex() != said:
+                raise OutputError(
+                    f"{out}/manifest.json: its digest of {name} is not that of the digests it is made of; run"
+                    " verify"
+                )
     return blob
+
+
+def _joined(shard: Shard, blob: bytes) -> Iterator[tuple[str, str, bytes]]:
+    """What has a digest of digests: its name, that digest, and those it is of."""
+    parts = "".join(tensor.digest for tensor in shard.tensors)
+    yield shard.path, shard.digest, bytes.fromhex(shard.header + parts)
+    for tensor in shard.tensors:
+        if tensor.experts is not None:
+            end = tensor.experts + 16 * sum(tensor.shape[:1])
+            said = tensor.digest if end <= len(blob) else "that of digests behind the end"
+            yield tensor.name, said, blob[tensor.experts : end]
 
 
 def _pairs(
@@ -70,20 +128,34 @@ def _pairs(
         yield name, one.get(name), other.get(name)
 
 
-def _shards(first: Manifest, second: Manifest, blobs: tuple[bytes, bytes]) -> Iterator[DifferingPart]:
-    named = [{shard.path: shard for shard in manifest.shards} for manifest in (first, second)]
-    topology = Topology.of(first.tp, first.ep)
-    for path, a, b in _pairs(named[0], named[1]):
+def _differs(a: object, b: object) -> str | None:
+    """How two things of one name differ, of which one may be missing; None where they are equal."""
+    return None if a == b else OTHER if a is None else ONE if b is None else DIFFERS
+
+
+def _shards(manifests: tuple[Manifest, Manifest], blobs: tuple[bytes, bytes]) -> Iterator[DifferingPart]:
+    named = [{shard.path: shard for shard in manifest.shards} for manifest in manifests]
+    topology = Topology(manifests[0].tp, manifests[0].ep)
+    same_source = manifests[0].source.id == manifests[1].source.id
+    for path, a, b in _pairs(*named):
         if a is None or b is None:
             yield DifferingPart(path, OTHER if a is None else ONE)
-        elif a.digest != b.digest:
+        elif _content(a, same_source) != _content(b, same_source):
             group = topology.ep_rank(a.rank or 0)
-            yield from _tensors(a, b, blobs, group)  # none where only the header names another source
+            yield from list(_tensors(a, b, blobs, group)) or [DifferingPart(path, DIFFERS)]
+
+
+def _content(shard: Shard, same_source: bool) -> Shard:
+    """All of a shard but where in digests.bin its experts are, and, of other sources, its header, which names
+    the source.
+    """
+    own = {} if same_source else {"header": "", "digest": ""}
+    return replace(shard, tensors=tuple(replace(tensor, experts=None) for tensor in shard.tensors), **own)
 
 
 def _tensors(a: Shard, b: Shard, blobs: tuple[bytes, bytes], group: int) -> Iterator[DifferingPart]:
     named = [{t.name: t for t in shard.tensors if not is_filler(t.name)} for shard in (a, b)]
-    for name, x, y in _pairs(named[0], named[1]):
+    for name, x, y in _pairs(*named):
         if x is None or y is None:
             yield DifferingPart(a.path, OTHER if x is None else ONE, name)
         elif (x.dtype, x.shape, x.digest) != (y.dtype, y.shape, y.digest):
@@ -104,15 +176,30 @@ def _experts(
     return tuple(group * local + e for e in range(local) if pieces[0][e] != pieces[1][e])
 
 
-def _files(first: Manifest, second: Manifest) -> Iterator[DifferingPart]:
-    """The documents but those of digests: what these say is compared part by part."""
+def _files(manifests: tuple[Manifest, Manifest]) -> Iterator[DifferingPart]:
+    """The documents but digests.bin: what that says is compared part by part."""
     named = [
-        {file.path: file.digest for file in manifest.files if not file.path.endswith("digests.bin")}
-        for manifest in (first, second)
+        {file.path: file.digest for file in manifest.files if file.path != "digests.bin"}
+        for manifest in manifests
     ]
-    for path, a, b in _pairs(named[0], named[1]):
-        if a != b:
-            yield DifferingPart(path, DIFFERS if a and b else ONE if a else OTHER)
+    for path, a, b in _pairs(*named):
+        if what := _differs(a, b):
+            yield DifferingPart(path, what)
+
+
+def _keys(manifests: tuple[Manifest, Manifest]) -> Iterator[DifferingPart]:
+    """The manifest's keys that say something else; what is compared apart, and its own digest, is none."""
+    differing = []
+    for name in sorted(set(Manifest.__struct_fields__) - {"digest", "shards", "files"}):
+        a, b = (getattr(manifest, name) for manifest in manifests)
+        if a != b and isinstance(a, Struct):
+            differing += [
+                f"{name}.{key}" for key in a.__struct_fields__ if getattr(a, key) != getattr(b, key)
+            ]
+        elif a != b:
+            differing.append(name)
+    if differing:
+        yield DifferingPart("manifest.json", DIFFERS, keys=tuple(differing))
 
 
 def _known(kept: KeptSource) -> dict[str, tuple[object, ...]]:
@@ -122,11 +209,3 @@ def _known(kept: KeptSource) -> dict[str, tuple[object, ...]]:
         for name, entry in kept.entries.items()
         if kept.digests[name] != ZEROS
     }
-
-
-def _sources(
-    one: Mapping[str, tuple[object, ...]], other: Mapping[str, tuple[object, ...]]
-) -> Iterator[DifferingPart]:
-    for name, a, b in _pairs(one, other):
-        if a != b:
-            yield DifferingPart("source", DIFFERS if a and b else ONE if a else OTHER, name)
