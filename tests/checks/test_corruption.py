@@ -226,9 +226,9 @@ def exchange(first: Path, second: Path) -> None:
 def test_two_rank_folders_exchanged(copied: Path) -> None:
     exchange(copied / "rank-00-of-02", copied / "rank-01-of-02")
     findings = found(copied)
-    units = ("layer-000", "layer-001", "layer-002", "top")
+    files = [f"{unit}.safetensors" for unit in ("layer-000", "layer-001", "layer-002", "top")]
     assert {f.path for f in findings} == {
-        f"rank-{rank:02d}-of-02/{unit}.safetensors" for rank in (0, 1) for unit in units
+        f"rank-{rank:02d}-of-02/{name}" for rank in (0, 1) for name in [*files, "manifest.json"]
     }
     assert any(
         f.rank == 1 and f.layer == 1 and "its header says rank 0, in this place it must be 1" in f.what

@@ -110,6 +110,9 @@ def test_other_conversions_are_valid(tmp_path: Path, command: Command, form: Any
     assert problems("config", json.loads((out / "config.json").read_text())) == []
     for path in out.glob("*/model.safetensors.index.json"):
         assert path.parent.name == "source" or problems("index", json.loads(path.read_text())) == []
+    for folder in ("rank-01-of-08", "rank-03-of-08"):
+        assert problems("manifest", json.loads((out / folder / "manifest.json").read_text())) == []
+        assert problems("experts", json.loads((out / folder / "experts.json").read_text())) == []
     assert problems("provenance", json.loads((out / "provenance.json").read_text())) == []
 
 

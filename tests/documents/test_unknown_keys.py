@@ -49,7 +49,9 @@ def test_in_every_object_of_the_manifest(copied: Path, tiny: Checkpoint) -> None
     entries = sum(1 + len(shard.tensors) + len(shard.fused) for shard in before.shards)
     assert counts[0] > entries
     after = read_manifest(copied)
-    assert (after.units, after.shards, after.files) == (before.units, before.shards, before.files)
+    assert (after.units, after.shards) == (before.units, before.shards)
+    listed = [{f.path: f for f in m.files if not f.path.endswith("/manifest.json")} for m in (before, after)]
+    assert listed[0] == listed[1]
     assert (after.source, after.layout, after.parallel) == (before.source, before.layout, before.parallel)
     assert [str(finding) for finding in verify(copied, str(tiny.folder)).findings] == []
     with open_shards(copied, 1) as shards, open_shards(copied, None) as common:

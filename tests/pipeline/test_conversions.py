@@ -147,7 +147,8 @@ def test_unchecked_conversion_differs_only_in_saying_so(make: Make, tmp_path: Pa
     card, changed = none["README.md"], json.loads(none["manifest.json"])
     assert changed["checks"] == "none"
     assert b"compared with the source" not in card
-    assert {path for path in exact if exact[path] != none[path]} == {"README.md", "manifest.json"}
+    manifests = {"manifest.json", "rank-00-of-02/manifest.json", "rank-01-of-02/manifest.json"}
+    assert {path for path in exact if exact[path] != none[path]} == {"README.md", *manifests}
     shutil.copy(tmp_path / "exact" / "README.md", tmp_path / "none" / "README.md")
     trees.reseal(tmp_path / "none", lambda document: document.update(checks="exact"))
     assert trees.tree(tmp_path / "none") == exact
@@ -171,8 +172,10 @@ def test_some_layers(make: Make, tmp_path: Path) -> None:
     document = trees.manifest_of(out)
     assert (document["layers"], document["ranks"], document["complete"]) == ([0, 2], [0, 1], False)
     assert sorted(path.name for path in (out / "rank-00-of-02").iterdir()) == [
+        "experts.json",
         "layer-000.safetensors",
         "layer-002.safetensors",
+        "manifest.json",
         "model.safetensors.index.json",
     ]
     for source in (None, str(checkpoint.folder)):

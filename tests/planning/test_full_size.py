@@ -63,6 +63,8 @@ def test_documents_of_twice_its_size_are_within_bounds(full_size: Source, full_p
     assert 2 * stored < bounds.MAX_STORED
     assert bounds.MAX_STORED * 400 < bounds.MANIFEST
     assert bounds.MAX_STORED * 20 < bounds.MAX_MARKS
+    assert 3 * 60 * 384 < bounds.MAX_PLACED
+    assert bounds.MAX_PLACED * 17 < bounds.MAX_MARKS
     assert 2 * 60 * 384 * 4 * 64 * 16 < bounds.LISTED
     headers = [header.raw for header in full_size.headers]
     assert 2 * TENSORS < bounds.MAX_TENSORS

@@ -339,3 +339,15 @@ def test_more_than_the_documents_hold(monkeypatch: pytest.MonkeyPatch, sparse: S
     assert f"the output would have {count} " in said
     assert "make parts of it, with --ranks or --layers" in said
     plan_output(source, Options(2, ranks=(0,)))
+
+
+def test_more_experts_than_the_list_of_a_rank_holds(monkeypatch: pytest.MonkeyPatch, sparse: Sparse) -> None:
+    source = sparse()
+    plan = plan_output(source, Options(2))
+    count = sum(unit.stacked[0].experts for unit in plan.units if unit.stacked)
+    assert count > 0
+    monkeypatch.setattr(output_plan, "MAX_PLACED", count)
+    plan_output(source, Options(2))
+    monkeypatch.setattr(output_plan, "MAX_PLACED", count - 1)
+    assert f"the output would have {count} experts of a rank" in refused(UsageError, source, tp=2)
+    plan_output(source, Options(2, ep=2))

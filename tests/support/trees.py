@@ -174,11 +174,35 @@ def reseal(out: Path, change: Callable[[Document], object] = lambda document: No
             bytes.fromhex(shard["header"] + "".join(tensor["digest"] for tensor in shard["tensors"]))
         )
     (out / "digests.bin").write_bytes(blob)
-    for file in document["files"]:
+    of_ranks = [file for file in document["files"] if file["path"].endswith("/manifest.json")]
+    _list_again(out, [file for file in document["files"] if file not in of_ranks])
+    for file in of_ranks:
+        _reseal_rank(out, file["path"], document)
+    _list_again(out, of_ranks)
+    (out / "manifest.json").write_bytes(seal(document))
+
+
+def _list_again(out: Path, files: list[Document]) -> None:
+    for file in files:
         if (out / file["path"]).exists():
             data = (out / file["path"]).read_bytes()
             file["size"], file["digest"] = len(data), digest(data)
-    (out / "manifest.json").write_bytes(seal(document))
+
+
+def _reseal_rank(out: Path, path: str, whole: Document) -> None:
+    """Make a rank's manifest what the whole one says of it."""
+    folder = path.removesuffix("manifest.json")
+    kept = json.loads((out / path).read_bytes())
+    here = {
+        key: [
+            each
+            for each in whole[key]
+            if each["path"] != path and (each["path"].startswith(folder) or "rank-" not in each["path"])
+        ]
+        for key in ("shards", "files")
+    }
+    mine = whole | here | {"ranks": kept["ranks"], "complete": kept["complete"]}
+    (out / path).write_bytes(seal(mine))
 
 
 def rewrite_header(path: Path, change: Callable[[Document], object]) -> None:

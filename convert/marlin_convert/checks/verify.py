@@ -20,6 +20,7 @@ from marlin_convert.checks.origins import expected_origin
 from marlin_convert.checks.part import Part
 from marlin_convert.checks.plain import PlainCheck
 from marlin_convert.checks.published import Published, open_same
+from marlin_convert.checks.rank_documents import check_rank_documents
 from marlin_convert.checks.shard_files import check_shard
 from marlin_convert.checks.structural import (
     check_coverage,
@@ -81,6 +82,7 @@ def verify(
         check_listed_files(folder, part, kept, report)
         check_documents(part, kept, folder, report)
         right = check_manifest(manifest, kept, report)
+        check_rank_documents(folder, part, kept.model.experts, report)
         check_coverage(manifest, kept, report)
         opened = None if source is None else open_same(os.fspath(source), manifest)
         if opened is not None:

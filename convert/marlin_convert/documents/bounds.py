@@ -27,6 +27,9 @@ MANIFEST: Final = 64 << 20
 #: tensors of all shards together, of which a manifest has 220 to 250 bytes and 18 to 20 marks each, 300 with
 #: the longest names; planning refuses more: 78,344 for K2.6 at tp 64
 MAX_STORED: Final = 160_000
+#: experts of one rank in all layers, of which its experts.json has 110 bytes and 17 marks each; planning
+#: refuses more: 23,040 for K2.6 without ep, 55,000 for K3
+MAX_PLACED: Final = 200_000
 #: the record of a unit: for K2.6 at tp 64 2.6 MB, most of it the digests of experts, of which planning
 #: refuses more than half of this
 RECORD: Final = 64 << 20

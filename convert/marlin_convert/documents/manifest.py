@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta, Struct, field
+from msgspec.structs import replace
 
 from marlin_convert.documents.bounds import MANIFEST
 from marlin_convert.documents.codec import Sealed, parse_json, seal_holds, typed
@@ -41,8 +43,11 @@ from marlin_convert.documents.identity import (
     WeightFiles,
 )
 from marlin_convert.errors import OutputError, UsageError
-from marlin_convert.storage.files import read_small
+from marlin_convert.storage.files import digest, read_small
 from marlin_convert.storage.shard_file import FORMAT, FORMAT_VERSIONS
+
+#: of OUT, and of a rank in its folder
+MANIFEST_NAME = "manifest.json"
 
 
 class StoredLayout(Struct, frozen=True, omit_defaults=True):
@@ -189,6 +194,16 @@ class Shard(Struct, frozen=True):
         if len({tensor.name for tensor in self.tensors}) != len(self.tensors):
             raise ValueError(f"{self.path} has a tensor twice")
 
+    @property
+    def folder(self) -> str:
+        """The folder of OUT that it lies in."""
+        return self.path.rpartition("/")[0]
+
+    @property
+    def file(self) -> str:
+        """Its name in that folder."""
+        return self.path.rpartition("/")[2]
+
 
 class ListedFile(Struct, frozen=True):
     """A file beside the shards."""
@@ -196,6 +211,11 @@ class ListedFile(Struct, frozen=True):
     path: Annotated[RelativePath, about("place in OUT")]
     size: Annotated[Number, about("bytes")]
     digest: Annotated[Digest, about("xxh3-128 of its bytes")]
+
+    @staticmethod
+    def of(path: str, data: bytes) -> ListedFile:
+        """What is listed of a file that holds `data`."""
+        return ListedFile(path, len(data), digest(data).hex())
 
 
 if TYPE_CHECKING:
@@ -252,6 +272,11 @@ class Manifest(Sealed, frozen=True, kw_only=True):
         if len(set(paths)) != len(paths):
             raise ValueError(f"{next(path for path in paths if paths.count(path) > 1)} is listed twice")
 
+    def listing(self, documents: Mapping[str, bytes]) -> Manifest:
+        """This manifest with more files listed: what they hold, by their places."""
+        more = [ListedFile.of(path, data) for path, data in documents.items()]
+        return replace(self, files=tuple(sorted([*self.files, *more], key=lambda file: file.path)))
+
     @property
     def tp(self) -> int:
         """Ranks in all."""
@@ -280,9 +305,19 @@ class Manifest(Sealed, frozen=True, kw_only=True):
 
 def read_manifest(out: Path) -> Manifest:
     """The manifest of a converted folder. Raises OutputError where there is none, or it is damaged or of
-    another version; UsageError where it is no converted folder.
+    another version; UsageError where it is no converted folder, or a rank's folder in one.
     """
-    path = out / "manifest.json"
+    manifest, here = parse_manifest(sealed_manifest(out), out / MANIFEST_NAME), out.resolve().as_posix()
+    for folder in {f"/{shard.folder}" for shard in manifest.shards}:
+        above = Path(here.removesuffix(folder))
+        if here.endswith(folder) and (above / MANIFEST_NAME).exists():
+            raise UsageError(f"{out} is one folder of the conversion {above}; give that")
+    return manifest
+
+
+def sealed_manifest(out: Path) -> bytes:
+    """The bytes of the manifest, which are as they were written. Raises what `read_manifest` raises."""
+    path = out / MANIFEST_NAME
     try:
         raw = read_small(path, MANIFEST)
     except FileNotFoundError:
@@ -305,7 +340,7 @@ def read_manifest(out: Path) -> Manifest:
             f"{path}: its bytes do not match its own digest: it was damaged or edited; make OUT again:"
             " convert with --overwrite"
         )
-    return parse_manifest(raw, path)
+    return raw
 
 
 def parse_manifest(raw: bytes, path: Path) -> Manifest:

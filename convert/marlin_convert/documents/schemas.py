@@ -20,6 +20,7 @@ from marlin_convert.documents.bench import ConversionBench, KernelBench, LayoutB
 from marlin_convert.documents.checks import KernelCheck, VerifyReport
 from marlin_convert.documents.doctor import Examination
 from marlin_convert.documents.engine_files import Index, QuantizationConfig
+from marlin_convert.documents.expert_places import ExpertPlaces
 from marlin_convert.documents.log import LogCompiling, LogError, LogMessage, LogProgress
 from marlin_convert.documents.manifest import Manifest
 from marlin_convert.documents.plan import Plan
@@ -93,6 +94,7 @@ PAGES = {
     "doctor": Page("doctor --json: what a machine can do", [Examination]),
     "download": Page("Output of download --json", [DownloadResult]),
     "download-record": Page(".marlin-convert-source.json in a folder that download filled", [DownloadRecord]),
+    "experts": Page("experts.json of a rank: where each of its experts lies", [ExpertPlaces]),
     "index": Page("model.safetensors.index.json of a rank or of common/", [Index]),
     "inspect": Page(
         "Output of inspect --json: of a folder, a file, or a tensor",
@@ -102,7 +104,7 @@ PAGES = {
         "verify --kernel: what the kernel read in the shards", [KernelCheck], more=FINDINGS
     ),
     "log": Page("A line of --log-json on standard error", [LogProgress, LogCompiling, LogMessage, LogError]),
-    "manifest": Page("manifest.json of a converted folder", [Manifest]),
+    "manifest": Page("manifest.json of a converted folder, and of a rank in its folder", [Manifest]),
     "plan": Page("Output of plan --json", [Plan]),
     "provenance": Page("provenance.json: who, when, how fast; never compared", [Provenance]),
     "record": Page("What OUT/.work holds until the conversion is done", [JobRecord, Record], [FinishedUnit]),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from marlin_convert.documents.manifest import Manifest, read_manifest
+from marlin_convert.documents.rank_manifest import read_rank_manifest
 from marlin_convert.engines.torch_loader import PATHS
 from marlin_convert.errors import OutputError, UsageError
 from marlin_convert.shards.reader import Shards, open_shards
@@ -101,7 +102,9 @@ def open_served(options: Options, model_path: str, served: Served, flags: Flags)
     engine's split or model, OutputError where they are damaged.
     """
     out = Path(options.shards)
-    manifest = read_manifest(out)
+    manifest = read_rank_manifest(out, served.rank)
+    if served.whole or manifest.parallel.attn_tp is not None:
+        manifest = read_manifest(out)  # the slices of other ranks are needed, too
     _refuse_split(out, manifest, served, flags)
     _refuse_parts(out, manifest, served)
     _refuse_config(out, Path(model_path))

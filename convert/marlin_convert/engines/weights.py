@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from marlin_convert.documents.manifest import Origin, Shard, StoredTensor, Unit
+from marlin_convert.documents.manifest import Origin, Shard, StoredTensor, Unit, read_manifest
 from marlin_convert.engines.ranges import Copier, Range, flat
 from marlin_convert.engines.torch_loader import torch_dtype, way
 from marlin_convert.errors import OutputError, UsageError
@@ -71,8 +71,9 @@ class ShardWeights:
         whole = whole or self.manifest.parallel.attn_tp is not None
         readers = [self.shards, open_shards(self.shards.out, None, self.manifest)]
         if whole:
-            ranks = [rank for rank in self.manifest.ranks if rank != self.shards.rank]
-            readers += [open_shards(self.shards.out, rank, self.manifest) for rank in ranks]
+            manifest = read_manifest(self.shards.out)  # the shards' own may be of their rank alone
+            ranks = [rank for rank in manifest.ranks if rank != self.shards.rank]
+            readers += [open_shards(self.shards.out, rank, manifest) for rank in ranks]
         for units in _batches(self.manifest.units, self._sizes()):
             wanted = {origin.tensor: origin for unit in units for origin in unit.tensors}
             staged = self._stage(readers, {unit.name for unit in units}, wanted)

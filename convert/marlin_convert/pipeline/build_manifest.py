@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from marlin_convert.checkpoint.source import Source
-from marlin_convert.documents.codec import NO_DIGEST, sealed, write
+from marlin_convert.documents.codec import NO_DIGEST, write
 from marlin_convert.documents.engine_files import Index, IndexMetadata
 from marlin_convert.documents.manifest import (
     FusedTensor,
@@ -95,39 +95,37 @@ def source_digests(source: Source, records: Mapping[str, FinishedUnit]) -> bytes
 
 def build_manifest(
     target: Target, records: Mapping[str, FinishedUnit], files: Sequence[ListedFile], checks: str
-) -> bytes:
-    """The manifest, sealed."""
+) -> Manifest:
+    """The manifest, without its digest."""
     source, identity, plan = target.source, target.identity, target.plan
     offsets = digest_offsets(plan)
-    return sealed(
-        Manifest(
-            format=FORMAT,
-            format_version=format_version(plan.topology),
-            digest=NO_DIGEST,
-            layout=_layout(plan),
-            checks=checks,
-            source=ManifestSource(
-                id=identity.id,
-                tensors=len(source.tensors),
-                payload_bytes=source.payload_bytes,
-                repo=identity.repo,
-                revision=identity.revision,
-                files=identity.files,
-                config=identity.config,
-                quantization_config_at=source.model.quantization.found_at,
-                not_copied=tuple(source.left_out),
-            ),
-            parallel=_parallel(plan),
-            ranks=tuple(plan.ranks),
-            layers=tuple(plan.layers),
-            complete=plan.complete,
-            model=model_constants(source.model),
-            units=tuple(_unit(plan, unit) for unit in plan.units),
-            shards=tuple(
-                _shard(plan, unit, file, offsets) for unit in plan.units for file in records[unit.name].files
-            ),
-            files=tuple(sorted(files, key=lambda file: file.path)),
-        )
+    return Manifest(
+        format=FORMAT,
+        format_version=format_version(plan.topology),
+        digest=NO_DIGEST,
+        layout=_layout(plan),
+        checks=checks,
+        source=ManifestSource(
+            id=identity.id,
+            tensors=len(source.tensors),
+            payload_bytes=source.payload_bytes,
+            repo=identity.repo,
+            revision=identity.revision,
+            files=identity.files,
+            config=identity.config,
+            quantization_config_at=source.model.quantization.found_at,
+            not_copied=tuple(source.left_out),
+        ),
+        parallel=_parallel(plan),
+        ranks=tuple(plan.ranks),
+        layers=tuple(plan.layers),
+        complete=plan.complete,
+        model=model_constants(source.model),
+        units=tuple(_unit(plan, unit) for unit in plan.units),
+        shards=tuple(
+            _shard(plan, unit, file, offsets) for unit in plan.units for file in records[unit.name].files
+        ),
+        files=tuple(sorted(files, key=lambda file: file.path)),
     )
 
 

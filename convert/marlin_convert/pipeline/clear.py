@@ -31,6 +31,7 @@ _PARTIAL = f"(?: {re.escape(PARTIAL)} )?"
 FORMS = re.compile(
     rf"""(?x)
     (?: rank-\d+-of-\d+ | common ) / {_INDEX}
+    | rank-\d+-of-\d+ / (?: manifest | experts ) \.json
     | (?: rank-\d+-of-\d+ | common ) / (?: layer-\d+ | top | common ) \.safetensors {_PARTIAL}
     | source / (?: config\.json | README\.md | digests\.bin | {_INDEX} | headers / [^/]+ \.gz )
     | {_WORK} / (?: job\.json | {_REMOVING} | manifest\.json | units / [^/]+ \.json ) {_PARTIAL}

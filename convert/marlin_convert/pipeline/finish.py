@@ -20,7 +20,7 @@ from marlin_convert.checkpoint.source import Source
 from marlin_convert.documents.bounds import LISTED
 from marlin_convert.documents.codec import NO_DIGEST, sealed
 from marlin_convert.documents.engine_files import quantization_config
-from marlin_convert.documents.manifest import ListedFile
+from marlin_convert.documents.manifest import MANIFEST_NAME, ListedFile
 from marlin_convert.documents.provenance import Provenance
 from marlin_convert.documents.records import FinishedUnit
 from marlin_convert.extras import package_version
@@ -28,6 +28,7 @@ from marlin_convert.models.quantization import rewritten
 from marlin_convert.pipeline.build_manifest import build_manifest, digest_file, rank_index, source_digests
 from marlin_convert.pipeline.card import model_card
 from marlin_convert.pipeline.out_state import edited
+from marlin_convert.pipeline.rank_documents import with_rank_documents
 from marlin_convert.pipeline.stages import Stages
 from marlin_convert.pipeline.target import Target
 from marlin_convert.pipeline.work_folder import WORK, WorkFolder, is_marked
@@ -52,14 +53,14 @@ def finish_output(target: Target, records: Mapping[str, FinishedUnit], checks: s
         with Workers(AT_A_TIME) as workers:
             contents = workers.map(source.store.read, source.auxiliary)
             documents |= dict(zip(source.auxiliary, contents, strict=True))
-        files = [_listed(path, data) for path, data in documents.items()]
-        card = model_card(target, checks, files)
-        files.append(_listed("README.md", card))
-        manifest = build_manifest(target, records, files, checks)
-        documents |= {"README.md": card, "provenance.json": provenance(target, stages)}
+        files = [ListedFile.of(path, data) for path, data in documents.items()]
+        documents["README.md"] = model_card(target, checks, files)
+        files.append(ListedFile.of("README.md", documents["README.md"]))
+        manifest, of_ranks = with_rank_documents(build_manifest(target, records, files, checks))
+        documents |= of_ranks | {"provenance.json": provenance(target, stages)}
         _refuse_edited(out, documents)
         write_documents(out, documents, out / WORK / "documents")
-        write_atomic(out / "manifest.json", manifest, out / WORK / "manifest.json")
+        write_atomic(out / MANIFEST_NAME, sealed(manifest), out / WORK / MANIFEST_NAME)
 
 
 def _refuse_edited(out: Path, documents: Mapping[str, bytes]) -> None:
@@ -85,10 +86,6 @@ def _digest_of(path: Path) -> str | None:
         return file_digest(path, LISTED)[1]
     except OSError:
         return None  # a folder, a pipe or a link to nowhere
-
-
-def _listed(path: str, data: bytes) -> ListedFile:
-    return ListedFile(path, len(data), digest(data).hex())
 
 
 def output_config(source: Source, plan: OutputPlan) -> bytes:

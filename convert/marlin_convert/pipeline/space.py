@@ -15,13 +15,13 @@ from marlin_convert.storage.files import existing, free_space
 from marlin_convert.words import gigabytes
 
 #: bytes in documents beside its name: of a source tensor that is read, of a tensor in a shard, of an expert
-#: of a stacked one; and of a file, blocks of the disk included
-PER_SOURCE, PER_STORED, PER_EXPERT, PER_FILE = 96, 640, 64, 8192
+#: of a stacked one; of a file, blocks of the disk included; and of a source file in the manifest of a rank
+PER_SOURCE, PER_STORED, PER_EXPERT, PER_FILE, PER_LISTED = 96, 1024, 96, 8192, 512
 
 
 def documents_bytes(source: Source, plan: OutputPlan) -> int:
     """The most that everything beside the shards takes on the disk at any time: what is kept of the source,
-    records, indexes, digests, the manifest.
+    records, indexes, digests, the manifest and that of each rank.
     """
     size = len(source.config_bytes) * 2 + len(source.index_bytes or b"") + 2 * len(source.readme or b"")
     size += sum(len(header.raw) + PER_FILE for header in source.headers)
@@ -29,10 +29,11 @@ def documents_bytes(source: Source, plan: OutputPlan) -> int:
     size += 16 * len(source.tensors)
     for unit in plan.units:
         size += sum(len(name) + PER_SOURCE for name in source_tensors(plan, unit))
-        stored = sum(3 * len(placed.spec.name) + PER_STORED for placed in unit.files.tensors)
+        stored = sum(7 * len(placed.spec.name) + PER_STORED for placed in unit.files.tensors)
         stored += sum(stack.experts * PER_EXPERT for stack in unit.stacked)
         size += len(unit.ranks) * (stored + PER_FILE) + PER_FILE
-    return size + 16 * PER_FILE
+    per_rank = (len(source.headers) + len(source.auxiliary)) * PER_LISTED + 4 * PER_FILE
+    return size + len(plan.ranks) * per_rank + 16 * PER_FILE
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from marlin_convert.arguments import refuse_odd
 from marlin_convert.checkpoint.source import Source
-from marlin_convert.documents.bounds import LISTED, MAX_STORED, RECORD
+from marlin_convert.documents.bounds import LISTED, MAX_PLACED, MAX_STORED, RECORD
 from marlin_convert.documents.manifest import Padding
 from marlin_convert.errors import SourceError, UsageError
 from marlin_convert.layout import DEFAULT_LAYOUT, get_layout, known_layouts
@@ -223,9 +223,11 @@ def _plan(source: Source, options: Options) -> OutputPlan:
 def _refuse_more_than_documents_hold(units: Sequence[OutputUnit]) -> None:
     """Raise UsageError for an output of which a document would be longer than its readers take."""
     tensors = sum(len(unit.files.tensors) * len(unit.ranks) for unit in units)
+    placed = sum(unit.stacked[0].experts for unit in units if unit.stacked)
     digests = [16 * len(unit.ranks) * sum(stack.experts for stack in unit.stacked) for unit in units]
     for what, count, most in (
         ("tensors in all shards", tensors, MAX_STORED),
+        ("experts of a rank in all layers", placed, MAX_PLACED),
         ("bytes of expert digests", sum(digests), LISTED),
         ("bytes of expert digests in a layer", max(digests, default=0), RECORD // 2),
     ):

@@ -13,7 +13,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from marlin_convert.arguments import refuse_odd
-from marlin_convert.documents.manifest import Manifest, Shard, StoredTensor, read_manifest
+from marlin_convert.documents.expert_places import EXPERTS_NAME
+from marlin_convert.documents.manifest import MANIFEST_NAME, Manifest, Shard, StoredTensor, read_manifest
 from marlin_convert.documents.results import Differences, DifferingPart
 from marlin_convert.errors import OutputError
 from marlin_convert.shards.kept_source import (
@@ -177,12 +178,21 @@ def _experts(
 
 
 def _files(manifests: tuple[Manifest, Manifest]) -> Iterator[DifferingPart]:
-    """The documents but digests.bin: what that says is compared part by part."""
+    """The documents but those whose content is compared part by part: digests.bin and the ranks' manifests.
+    experts.json, which names the source and came with a later release, only tells of shards, too.
+    """
     named = [
-        {file.path: file.digest for file in manifest.files if file.path != "digests.bin"}
+        {
+            file.path: file.digest
+            for file in manifest.files
+            if file.path != "digests.bin" and not file.path.endswith(f"/{MANIFEST_NAME}")
+        }
         for manifest in manifests
     ]
+    same_source = manifests[0].source.id == manifests[1].source.id
     for path, a, b in _pairs(*named):
+        if path.endswith(f"/{EXPERTS_NAME}") and not (a and b and same_source):
+            continue
         if what := _differs(a, b):
             yield DifferingPart(path, what)
 

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from marlin_convert.arguments import refuse_odd
 from marlin_convert.checkpoint.header import Header, read_header
-from marlin_convert.documents.manifest import FusedTensor, Manifest, Shard, StoredTensor, read_manifest
+from marlin_convert.documents.manifest import FusedTensor, Manifest, Shard, StoredTensor
+from marlin_convert.documents.rank_manifest import read_rank_manifest
 from marlin_convert.errors import OutputError, SourceError, UsageError
 from marlin_convert.slicing import Topology
 from marlin_convert.storage.files import machine_errors, open_regular
@@ -222,13 +223,14 @@ class Shards:
 def open_shards(
     out: str | os.PathLike[str], rank: int | None = 0, manifest: Manifest | None = None
 ) -> Shards:
-    """Open a rank of a converted folder (None: common/); its manifest is read unless it is given.
+    """Open a rank of a converted folder (None: common/); its manifest is read unless it is given, the rank's
+    own where it has one.
 
     Raises OutputError, or UsageError for a rank that is not there.
     """
     refuse_odd(places={"out": out}, least=0, rank=rank)
     folder = Path(out)
-    manifest = manifest or read_manifest(folder)
+    manifest = manifest or read_rank_manifest(folder, rank)
     if rank is not None and rank not in manifest.ranks:
         raise UsageError(f"{out} has no rank {rank}; it has {', '.join(map(str, manifest.ranks))}")
     shards = [shard for shard in manifest.shards if shard.rank == rank]
