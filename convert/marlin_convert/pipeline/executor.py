@@ -8,42 +8,58 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from threading import Event, Lock
+from typing import Generic, Protocol, TypeVar
 
-from marlin_convert.documents.records import FinishedUnit
 from marlin_convert.errors import ConvertError, MachineError
-from marlin_convert.pipeline.expert_job import ExpertJob
 from marlin_convert.pipeline.stages import Tools
-from marlin_convert.pipeline.tensor_job import TensorJob
-from marlin_convert.pipeline.unit_work import UnitWork
+from marlin_convert.pipeline.work import Work
 from marlin_convert.storage.files import machine_error
 from marlin_convert.threads import make_do, start
 
-Job = ExpertJob | TensorJob
+W_co = TypeVar("W_co", bound=Work, covariant=True)
 
 #: seconds between two looks at whether all threads have ended
 POLL = 0.01
 
 
-class Executor:
-    """Runs jobs on `threads` threads; the one that finishes a unit's last job also completes the unit."""
+class Job(Protocol[W_co]):
+    """A step that is done by one thread."""
+
+    @property
+    def work(self) -> W_co:
+        """What it is a part of."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files that it reads."""
+
+    def run(self, tools: Tools) -> None:
+        """Do it."""
+
+
+class Executor(Generic[W_co]):
+    """Runs jobs on `threads` threads; the one that does the last job of a work also finishes it by `finish`.
+    `doing` is what an error of the machine interrupts.
+    """
 
     def __init__(
-        self, tools: Tools, threads: int, finished: Callable[[UnitWork, FinishedUnit], None]
+        self, tools: Tools, threads: int, finish: Callable[[W_co], None], doing: str = "converting"
     ) -> None:
         self._tools = tools
         self._threads = threads
-        self._finished = finished
+        self._finish = finish
+        self._doing = doing
         self._stop = Event()
         self._lock = Lock()
         self._failure: BaseException | None = None
-        self._open_units: list[UnitWork] = []
+        self._open: list[W_co] = []
         #: an entry for each thread that has begun to work, and for each that has ended
         self._entered: list[None] = []
         self._ended: list[None] = []
 
-    def run(self, jobs: Iterator[Job]) -> None:
+    def run(self, jobs: Iterator[Job[W_co]]) -> None:
         """Run all jobs. Fewer threads than wanted are enough. On a failure or an interrupt no further job
-        starts, unfinished units are removed, and the first error is raised.
+        starts, unfinished work is removed, and the first error is raised.
         """
         begun = 0
         try:
@@ -57,7 +73,7 @@ class Executor:
             # work
             self._wait(lambda: len(self._ended) >= len(self._entered))
         if self._failure is not None:
-            for work in self._open_units:
+            for work in self._open:
                 work.discard()
             raise self._failure
 
@@ -68,27 +84,27 @@ class Executor:
         while not over():
             time.sleep(POLL)
 
-    def _work_until_done(self, jobs: Iterator[Job]) -> None:
+    def _work_until_done(self, jobs: Iterator[Job[W_co]]) -> None:
         self._entered.append(None)
         try:
             self._work(jobs)
         finally:
             self._ended.append(None)
 
-    def _work(self, jobs: Iterator[Job]) -> None:
+    def _work(self, jobs: Iterator[Job[W_co]]) -> None:
         while True:
             try:
                 with self._lock:
                     job = None if self._stop.is_set() else next(jobs, None)
-                    if job is not None and job.work not in self._open_units:
-                        self._open_units.append(job.work)
+                    if job is not None and job.work not in self._open:
+                        self._open.append(job.work)
                 if job is None:
                     return
                 self._run(job)
             except InterruptedError:
                 return
             except OSError as error:
-                self._fail(machine_error("converting", error))
+                self._fail(machine_error(self._doing, error))
             except MemoryError:
                 self._fail(
                     MachineError(
@@ -99,7 +115,7 @@ class Executor:
             except BaseException as error:
                 self._fail(error)
 
-    def _run(self, job: Job) -> None:
+    def _run(self, job: Job[W_co]) -> None:
         self._tools.fetcher.wait(job.files)
         job.work.open()
         self._tools.reader.open_files(job.files)
@@ -108,10 +124,9 @@ class Executor:
         finally:
             self._tools.reader.close_files(job.files)
         if job.work.job_done():
-            record = job.work.finish()
-            self._finished(job.work, record)
+            self._finish(job.work)
             with self._lock:
-                self._open_units.remove(job.work)
+                self._open.remove(job.work)
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:

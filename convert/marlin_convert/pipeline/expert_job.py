@@ -84,7 +84,7 @@ class ExpertJob:
                 self._write(outputs)
         # not `size`, which has what lies between them
         sizes = (self.work.target.source.tensors[tensor.name].entry.size for tensor in self.tensors)
-        tools.progress(self.work.unit, sum(sizes))
+        tools.progress(self.work.unit.name, sum(sizes))
 
     def _outputs(self, buffer: Bytes) -> dict[tuple[int, str], Output]:
         """By rank and stacked tensor, where the batch goes in `buffer`, each on a page of its own."""

@@ -21,8 +21,9 @@ from marlin_convert.documents.manifest import Manifest
 from marlin_convert.documents.records import JobOptions, JobRecord
 from marlin_convert.errors import ConvertError, SourceError, UsageError
 from marlin_convert.pipeline.out_state import OutState, edited
+from marlin_convert.pipeline.places import refuse_nested
 from marlin_convert.pipeline.target import Target
-from marlin_convert.pipeline.work_folder import WORK, is_marked
+from marlin_convert.pipeline.work_folder import WORK
 from marlin_convert.planning.output_plan import OutputPlan
 from marlin_convert.shards.kept_source import DIGESTS
 from marlin_convert.storage.files import refuse_in_place_of
@@ -143,29 +144,9 @@ def _spare_or_replace(state: OutState, request: Request) -> Decision:
 
 def refuse_place(state: OutState, source: Source) -> None:
     """Raise UsageError for an OUT that is the source, lies in it or holds something else."""
-    _refuse_source(state.out, source)
+    refuse_nested(state.out, source.folder, source.store.places())
     if state.foreign:
         raise UsageError(f"{state.out} is not empty and is not a conversion; choose an empty folder")
-
-
-def _refuse_source(out: Path, source: Source) -> None:
-    """Neither may lie in the other: what is written could be read, what is removed could be the source. Nor
-    may OUT lie in another conversion, which would no longer be whole.
-    """
-    here = out.resolve()
-    for above in here.parents:
-        if is_marked(above / "manifest.json") or is_marked(above / WORK / "job.json"):
-            raise UsageError(f"{out} lies in the conversion {above}; choose another place for the output")
-    if source.folder is not None:
-        there = source.folder.resolve()
-        if here == there or there in here.parents:
-            raise UsageError(f"{out} is the source folder or lies in it; choose another place for the output")
-    for place in source.store.places():
-        if here == place or here in place.parents:
-            raise UsageError(
-                f"{place}, where files of the source are, lies in {out}; choose another place for the"
-                " output, or move the source"
-            )
 
 
 def job_options(plan: OutputPlan, verify: str) -> JobOptions:

@@ -23,7 +23,6 @@ from marlin_convert.pipeline.clear import (
     remove_work,
     stale_files,
 )
-from marlin_convert.pipeline.counter import Counter
 from marlin_convert.pipeline.executor import Executor, Job
 from marlin_convert.pipeline.expert_job import expert_jobs
 from marlin_convert.pipeline.finish import finish_output
@@ -39,9 +38,9 @@ from marlin_convert.pipeline.target import Target
 from marlin_convert.pipeline.tensor_job import tensor_jobs
 from marlin_convert.pipeline.unit_work import UnitWork
 from marlin_convert.pipeline.work_folder import WorkFolder, locked, staging_of
-from marlin_convert.planning.needs import needs
+from marlin_convert.planning.needs import needs, source_tensors
 from marlin_convert.planning.output_plan import Options, OutputPlan, OutputUnit
-from marlin_convert.progress import Progress
+from marlin_convert.progress import Progress, Tally
 from marlin_convert.shards.kept_source import recorded_digests
 from marlin_convert.storage.buffers import BufferPool
 from marlin_convert.storage.files import machine_errors, make_folder, make_path, sync_folder
@@ -225,10 +224,11 @@ class Conversion:
         """Make the units that are left and record each."""
         source, reader = self.target.source, self.target.reader
 
-        def finished(done: UnitWork, record: FinishedUnit) -> None:
-            """A unit's files are durable: unless the source was touched meanwhile, its record makes it
-            count.
+        def finish(done: UnitWork) -> None:
+            """Once a unit's files are durable, its record makes it count, unless the source was touched
+            meanwhile.
             """
+            record = done.finish()
             if stamps(source, self.request.stamps) != self.request.stamps:
                 raise SourceError(
                     f"a weight file was changed while {done.unit.name} was being converted; fetch it again,"
@@ -241,19 +241,27 @@ class Conversion:
             self.records[record.name] = record
             fetcher.release(done.unit.name)
 
-        counter, pool = Counter(self.target, left, self.progress), BufferPool(self.budget.memory)
-        tools = Tools(fetcher, reader, pool, self.stages, checks != "none", counter.count)
-        counter.begin()
+        tally, pool = self._tally(left), BufferPool(self.budget.memory)
+        tools = Tools(fetcher, reader, pool, self.stages, checks != "none", tally.count)
         fetcher.start()
-        Executor(tools, self.budget.threads, finished).run(self._jobs(left))
-        counter.finish()
+        Executor(tools, self.budget.threads, finish).run(self._jobs(left))
+        tally.then("writing manifest and documents")
 
-    def _jobs(self, units: Sequence[OutputUnit]) -> Iterator[Job]:
+    def _tally(self, left: Sequence[OutputUnit]) -> Tally:
+        """Counts the source bytes of the units that are made."""
+        plan, tensors = self.target.plan, self.target.source.tensors
+        total = sum(tensors[name].entry.size for unit in left for name in source_tensors(plan, unit))
+        names = [unit.name for unit in plan.units]
+        tally = Tally("converting", total, names, self.progress)
+        tally.count(min((unit.name for unit in left), key=names.index, default=""))
+        return tally
+
+    def _jobs(self, units: Sequence[OutputUnit]) -> Iterator[Job[UnitWork]]:
         """All jobs in order, each unit's made only when its turn comes."""
         source = self.target.source
         recorded = recorded_digests(self.target.out, source)
         for unit in units:
             work = UnitWork(self.target, unit, recorded)
-            jobs: list[Job] = [*expert_jobs(work, self.budget.batch), *tensor_jobs(work)]
+            jobs: list[Job[UnitWork]] = [*expert_jobs(work, self.budget.batch), *tensor_jobs(work)]
             work.jobs_left = len(jobs)
             yield from jobs

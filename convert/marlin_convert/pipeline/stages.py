@@ -10,7 +10,6 @@ from threading import Lock
 
 from marlin_convert.checkpoint.fetcher import Fetcher
 from marlin_convert.documents.provenance import Stage
-from marlin_convert.planning.output_plan import OutputUnit
 from marlin_convert.storage.buffers import BufferPool
 from marlin_convert.storage.source_reader import SourceReader
 
@@ -48,7 +47,7 @@ class Stages:
 @dataclass(frozen=True)
 class Tools:
     """Shared by all jobs of a run. `check` is whether to invert each buffer and compare before it is
-    written; `progress` is told of source bytes that a unit has done with.
+    written; `progress` is told of source bytes that a unit, by its name, has done with.
     """
 
     fetcher: Fetcher
@@ -56,4 +55,4 @@ class Tools:
     pool: BufferPool
     stages: Stages
     check: bool
-    progress: Callable[[OutputUnit, int], None]
+    progress: Callable[[str, int], None]

@@ -85,7 +85,7 @@ class TensorJob:
                         self._write(tools, part, rows.start, index, holders[index])
                         with tools.stages.time("hash", part.nbytes):
                             parts[index].update(part.data)
-                tools.progress(self.work.unit, chunk.nbytes)
+                tools.progress(self.work.unit.name, chunk.nbytes)
         self.work.source_digests[name] = whole.digest()
         for index, ranks in holders.items():
             for rank in ranks:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from threading import Lock
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +13,7 @@ import numpy.typing as npt
 from marlin_convert.documents.records import ExpertDigests, FinishedFile, FinishedUnit
 from marlin_convert.errors import SourceError
 from marlin_convert.pipeline.target import Target
+from marlin_convert.pipeline.work import Work
 from marlin_convert.planning.output_plan import OutputUnit
 from marlin_convert.storage.files import digest
 from marlin_convert.storage.shard_file import header_bytes, is_filler
@@ -25,54 +25,36 @@ Recorded = Mapping[str, tuple[bytes, str]]
 
 
 @dataclass(eq=False)
-class UnitWork:
-    """Shared by the jobs of a unit; each job writes to places of its own."""
+class UnitWork(Work):
+    """The files of a unit, one for each rank."""
 
     target: Target
     unit: OutputUnit
     recorded: Recorded = field(default_factory=dict)
-    jobs_left: int = 0
-    state: str = "new"
     files: dict[int | None, ShardFile] = field(default_factory=dict)
     heads: dict[int | None, bytes] = field(default_factory=dict)
     plain_digests: dict[tuple[int | None, str], bytes] = field(default_factory=dict)
     expert_digests: dict[tuple[int | None, str], Digests] = field(default_factory=dict)
     source_digests: dict[str, bytes] = field(default_factory=dict)
-    lock: Lock = field(default_factory=Lock)
 
-    def open(self) -> None:
-        """Create the files, once, whichever job comes first. After a failure the other jobs get
-        InterruptedError.
-        """
-        with self.lock:
-            if self.state == "broken":
-                raise InterruptedError
-            if self.state == "open":
-                return
-            self.state = "broken"
-            for rank in self.unit.ranks:
-                head = header_bytes(
-                    self.unit.files,
-                    self.target.plan.metadata(self.unit, rank, self.target.identity.id),
-                    self.unit.data_start,
-                )
-                file = ShardFile(
-                    self.target.out / self.target.plan.path(self.unit, rank),
-                    self.unit.file_size,
-                    self.target.direct_io,
-                )
-                self.files[rank] = file
-                self.heads[rank] = head
-                file.open(head)
-                for stack in self.unit.stacked:
-                    self.expert_digests[rank, stack.name] = np.zeros((stack.experts, 16), np.uint8)
-            self.state = "open"
-
-    def job_done(self) -> bool:
-        """Count a job off; True for the last one."""
-        with self.lock:
-            self.jobs_left -= 1
-            return self.jobs_left == 0
+    def create(self) -> None:
+        """See `Work`."""
+        for rank in self.unit.ranks:
+            head = header_bytes(
+                self.unit.files,
+                self.target.plan.metadata(self.unit, rank, self.target.identity.id),
+                self.unit.data_start,
+            )
+            file = ShardFile(
+                self.target.out / self.target.plan.path(self.unit, rank),
+                self.unit.file_size,
+                self.target.direct_io,
+            )
+            self.files[rank] = file
+            self.heads[rank] = head
+            file.open(head)
+            for stack in self.unit.stacked:
+                self.expert_digests[rank, stack.name] = np.zeros((stack.experts, 16), np.uint8)
 
     def finish(self) -> FinishedUnit:
         """Make the files durable under their names and return the record. Raises SourceError, and no file
@@ -112,6 +94,6 @@ class UnitWork:
                 )
 
     def discard(self) -> None:
-        """Remove what was written of an unfinished unit."""
+        """See `Work`."""
         for file in self.files.values():
             file.discard()
