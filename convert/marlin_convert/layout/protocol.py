@@ -150,6 +150,6 @@ class Layout(Protocol):
         """What brings slices into the stacked tensors, to be run and to be checked."""
 
     def unpack(self, shape: ExpertShape, part: ExpertSlice) -> tuple[str, ...]:
-        """Inverse of `batch(...).pack()` for one slice: writes its source side. Returns the projections whose
-        padding is not zero.
+        """Inverse of `batch(...).pack()` for one slice: writes its source side, which may be some of its
+        matrices with the stacked tensors they are in. Returns the projections whose padding is not zero.
         """

@@ -49,6 +49,12 @@ class RowView(NamedTuple):
         )
         return RowView(flat, 0, stride, rows, cols)
 
+    @staticmethod
+    def at(flat: npt.NDArray[Any], byte: int, rows: int, size: int) -> RowView:
+        """A contiguous matrix of `size` bytes that begins at `byte`, a whole element, of flat memory."""
+        cols = size // flat.itemsize // rows
+        return RowView(flat, byte // flat.itemsize, cols, rows, cols)
+
     def part(self, row: int, rows: int, col: int, cols: int) -> RowView:
         """The `rows` x `cols` block that begins at (`row`, `col`)."""
         if not (0 <= row and row + rows <= self.rows and 0 <= col and col + cols <= self.cols):

@@ -173,18 +173,15 @@ def _source_matrix(memory: npt.NDArray[Any], data: Bytes, at: int, rows: int) ->
     """A source matrix at byte `at` of the memory; copied only where a strange file layout leaves it unaligned
     for its element.
     """
-    item = memory.itemsize
-    cols = data.size // item // rows
-    if at % item:
-        return RowView(data.copy().view(memory.dtype), 0, cols, rows, cols)
-    return RowView(memory, at // item, cols, rows, cols)
+    if at % memory.itemsize:
+        return RowView.at(data.copy().view(memory.dtype), 0, rows, data.size)
+    return RowView.at(memory, at, rows, data.size)
 
 
 def _stored_expert(memory: Memory, stack: Stack, at: int, i: int) -> RowView:
     """Expert i of the batch in a stacked tensor that begins at byte `at` of the memory."""
-    flat, rows = memory[stack.tensor.role], stack.tensor.shape[0]
-    size = stack.expert_bytes // flat.itemsize
-    return RowView(flat, at // flat.itemsize + i * size, size // rows, rows, size // rows)
+    size = stack.expert_bytes
+    return RowView.at(memory[stack.tensor.role], at + i * size, stack.tensor.shape[0], size)
 
 
 def expert_jobs(work: UnitWork, batch: int) -> list[ExpertJob]:
