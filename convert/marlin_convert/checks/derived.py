@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from marlin_convert.checks.findings import Finding, Verification
-from marlin_convert.checks.origins import expected_origin, slices_of
+from marlin_convert.checks.origins import expected_origin
+from marlin_convert.checks.split import Split
 from marlin_convert.documents.manifest import FusedTensor, Manifest, Padding, Shard, StoredTensor
 from marlin_convert.kernels.quant_types import kernel_type
 from marlin_convert.layout import get_layout, known_layouts
@@ -21,11 +22,12 @@ def check_manifest(manifest: Manifest, kept: KeptSource, report: Verification) -
     """Everything in the manifest that can be derived. Returns the paths of shards of which it says the right
     things.
     """
-    report.add(*(Finding("manifest.json", f"says {what}") for what in _wrong_facts(manifest, kept)))
+    split = Split.of(manifest.parallel, kept.model.experts)
+    report.add(*(Finding("manifest.json", f"says {what}") for what in _wrong_facts(manifest, kept, split)))
     report.add(*(Finding("digests.bin", what) for what in _wrong_digests(manifest)))
     layers, right = {unit.name: unit.layer for unit in manifest.units}, set()
     for shard in manifest.shards:
-        problems = list(_wrong_shard(manifest, kept, shard))
+        problems = list(_wrong_shard(split, kept, shard))
         report.add(
             *(
                 Finding(shard.path, f"the manifest says {what}", layers.get(shard.unit), rank=shard.rank)
@@ -37,7 +39,7 @@ def check_manifest(manifest: Manifest, kept: KeptSource, report: Verification) -
     return right
 
 
-def _wrong_facts(manifest: Manifest, kept: KeptSource) -> Iterator[str]:
+def _wrong_facts(manifest: Manifest, kept: KeptSource, split: Split) -> Iterator[str]:
     model = kept.model
     expected: dict[str, dict[str, Any]] = {
         "source": {
@@ -45,11 +47,11 @@ def _wrong_facts(manifest: Manifest, kept: KeptSource) -> Iterator[str]:
             "payload_bytes": sum(entry.size for entry in kept.entries.values()),
             "quantization_config_at": model.quantization.found_at,
         },
-        "parallel": {"moe_tp": manifest.tp // manifest.ep},
+        "parallel": {"moe_tp": split.moe_tp},
         "layout": {"group_size": model.quantization.group_size},
     }
     if manifest.layout_id in known_layouts():
-        shape = model.expert_shape(manifest.tp // manifest.ep)
+        shape = model.expert_shape(split.moe_tp)
         padded = get_layout(manifest.layout_id).padded(shape)
         kernel = kernel_type(manifest.layout_id)
         expected["parallel"]["padding"] = None if padded == shape.local else Padding(shape.local, padded)
@@ -63,9 +65,8 @@ def _wrong_facts(manifest: Manifest, kept: KeptSource) -> Iterator[str]:
         for key, value in values.items():
             if (given := getattr(getattr(manifest, section), key)) != value:
                 yield f"{section}.{key} {given}, it must be {value}"
-    version = 1 if manifest.parallel.attn_tp in (None, manifest.tp) else 2
-    if manifest.format_version != version or manifest.parallel.attn_tp == manifest.tp:
-        yield f"format_version {manifest.format_version} for attn_tp {manifest.parallel.attn_tp}"
+    if manifest.format_version != split.version or split.attn_tp == split.tp:
+        yield f"format_version {manifest.format_version} for attn_tp {split.attn_tp}"
     constants = model_constants(model)
     for key in sorted(constants.keys() | manifest.model.keys()):
         if manifest.model.get(key) != constants.get(key):
@@ -115,16 +116,15 @@ def model_constants(model: ModelConfig) -> dict[str, Any]:
     return constants | model.family.facts.constants(model.text)
 
 
-def _wrong_shard(manifest: Manifest, kept: KeptSource, shard: Shard) -> Iterator[str]:
-    digits = max(2, len(str(manifest.tp)))
-    folder = "common" if shard.rank is None else f"rank-{shard.rank:0{digits}d}-of-{manifest.tp:0{digits}d}"
+def _wrong_shard(split: Split, kept: KeptSource, shard: Shard) -> Iterator[str]:
+    folder = split.folder(shard.rank)
     if shard.path != f"{folder}/{shard.unit}.safetensors":
         yield f"it is {shard.unit} of rank {shard.rank}, whose place is {folder}/{shard.unit}.safetensors"
     if (shard.rank is None) != (shard.unit == "common"):
         yield f"{shard.unit} is of rank {shard.rank}"
     tensors = {tensor.name: tensor for tensor in shard.tensors if not is_filler(tensor.name)}
     for tensor in tensors.values():
-        yield from _wrong_tensor(manifest, kept, tensor)
+        yield from _wrong_tensor(split, kept, tensor)
     views = sorted(_expected_views(tensors, kept.model.family.facts), key=lambda view: view.name)
     if sorted(shard.fused, key=lambda view: view.name) != views:
         yield (
@@ -133,11 +133,11 @@ def _wrong_shard(manifest: Manifest, kept: KeptSource, shard: Shard) -> Iterator
         )
 
 
-def _wrong_tensor(manifest: Manifest, kept: KeptSource, tensor: StoredTensor) -> Iterator[str]:
+def _wrong_tensor(split: Split, kept: KeptSource, tensor: StoredTensor) -> Iterator[str]:
     """dtype and shape against the kept headers. (Shapes of stacked tensors are the layout's and checked with
     their data.)
     """
-    origin = expected_origin(tensor.name, kept.model, manifest.parallel)
+    origin = expected_origin(tensor.name, kept.model, split)
     stacked = origin.rule == "experts"
     source = kept.entries.get(origin.sources[0].replace("{expert}", "0"))
     if source is None:
@@ -146,8 +146,7 @@ def _wrong_tensor(manifest: Manifest, kept: KeptSource, tensor: StoredTensor) ->
         tensor.shape
         if stacked
         else tuple(
-            n // slices_of(origin, manifest.parallel) if axis == origin.axis else n
-            for axis, n in enumerate(source.shape)
+            n // split.slices(origin) if axis == origin.axis else n for axis, n in enumerate(source.shape)
         )
     )
     if (tensor.dtype, tensor.shape) != (source.dtype, shape):

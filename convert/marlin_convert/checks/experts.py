@@ -18,8 +18,8 @@ from marlin_convert.assemble import (
     read_planned,
 )
 from marlin_convert.checks.findings import Finding
-from marlin_convert.checks.origins import expert_owner
 from marlin_convert.checks.published import Published
+from marlin_convert.checks.split import Split
 from marlin_convert.checks.units import UnitVerification
 from marlin_convert.checks.values import count_values
 from marlin_convert.layout.protocol import PROJECTIONS, ExpertShape, Layout, Role
@@ -33,36 +33,21 @@ Key = tuple[int, str]
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """The stacked tensors of one layer as the manifest has them, by rank and name without the prefix, of
-    `experts` routed experts in all; `digests` are those of OUT's digests.bin, empty where that is damaged.
+    """The stacked tensors of one layer as the manifest has them, by rank and name without the prefix;
+    `digests` are those of OUT's digests.bin, empty where that is damaged.
     """
 
     layer: int
     prefix: str
     layout: Layout
     shape: ExpertShape
-    experts: int
+    split: Split
     held: Mapping[Key, StoredSlice]
     digests: bytes
 
-    @property
-    def local(self) -> int:
-        """Experts of a rank."""
-        return next(iter(self.held.values())).tensor.shape[0]
-
-    def owners(self, expert: int) -> range:
-        """The ranks that should hold an expert, in slice order."""
-        ep = self.experts // self.local
-        return expert_owner(expert, self.experts, self.shape.moe_tp * ep, ep)
-
-    def first(self, rank: int) -> int:
-        """The first expert of a rank."""
-        return rank // self.shape.moe_tp * self.local
-
     def owned(self) -> list[int]:
         """The experts of all ranks that are there."""
-        firsts = {self.first(rank) for rank, _ in self.held}
-        return sorted(expert for first in firsts for expert in range(first, first + self.local))
+        return sorted({expert for rank, _ in self.held for expert in self.split.held(rank)})
 
     def piece_digest(self, key: Key, local: int) -> bytes | None:
         """The recorded digest of a rank's expert, where it is known."""
@@ -82,7 +67,7 @@ class ExpertCheck:
 
     def check(self, expert: int) -> None:
         """Check one expert on all its ranks."""
-        owners = self.stored.owners(expert)
+        owners = self.stored.split.owners(expert)
         ranks = [rank for rank in owners if any(key[0] == rank for key in self.stored.held)]
         stored = self._where(expert, ranks)
         plan = plan_reads(list(stored.values()))
@@ -93,7 +78,7 @@ class ExpertCheck:
 
     def _check(self, expert: int, ranks: Sequence[int], pieces: Mapping[Key, Bytes], space: Bytes) -> None:
         """Check an expert's pieces, with `space` for its matrices."""
-        stored, owners = self.stored, self.stored.owners(expert)
+        stored, owners = self.stored, self.stored.split.owners(expert)
         damaged = {key for key, piece in pieces.items() if not self._is_recorded(expert, key, piece)}
         provable = len(ranks) == len(owners) or self.published.has_files
         self.report.count(size=sum(piece.nbytes for piece in pieces.values()))
@@ -107,7 +92,7 @@ class ExpertCheck:
             self._add(expert, None, rank, f"{name}: the stored bytes do not match their digest{hint}")
 
     def _is_recorded(self, expert: int, key: Key, piece: Bytes) -> bool:
-        recorded = self.stored.piece_digest(key, expert - self.stored.first(key[0]))
+        recorded = self.stored.piece_digest(key, expert - self.stored.split.held(key[0]).start)
         return recorded in (None, digest(piece))
 
     def _where(self, expert: int, ranks: Sequence[int]) -> dict[Key, Piece]:
@@ -115,7 +100,7 @@ class ExpertCheck:
         found = {}
         for key in self.stored.held:
             if key[0] in ranks:
-                local = expert - self.stored.first(key[0])
+                local = expert - self.stored.split.held(key[0]).start
                 found[key] = piece_of(self.stored.held[key], local, local + 1)
         return found
 
@@ -130,7 +115,7 @@ class ExpertCheck:
         """Compare the matrices with the source; counts what is right, reports what differs and returns which
         damaged pieces that explains.
         """
-        stored, owners = self.stored, self.stored.owners(expert)
+        stored, owners = self.stored, self.stored.split.owners(expert)
         slices = [
             {name: piece for (r, name), piece in pieces.items() if r == rank} if rank in ranks else None
             for rank in owners
@@ -188,7 +173,7 @@ class ExpertCheck:
         """Which ranks' slices differ, where the source's files are there to tell; else only that one of them
         does.
         """
-        owners = self.stored.owners(wrong.expert)
+        owners = self.stored.split.owners(wrong.expert)
         if len(owners) == 1:
             return [ranks[0]]
         if not self.published.has_files:
@@ -219,7 +204,7 @@ class ExpertCheck:
 
     def _exchange(self, expert: int, ranks: Iterable[int], gate: Bytes, up: Bytes) -> None:
         """Exchange the slices of some ranks."""
-        owners = self.stored.owners(expert)
+        owners = self.stored.split.owners(expert)
         local = gate.shape[0] // len(owners)
         for rank in ranks:
             part = slice(owners.index(rank) * local, (owners.index(rank) + 1) * local)
@@ -228,9 +213,9 @@ class ExpertCheck:
     def _whose_piece(self, key: Key, pieces: Mapping[Key, Bytes]) -> str:
         """Whether a damaged piece is another expert's of the same tensor."""
         found = digest(pieces[key])
-        for i in range(self.stored.local):
+        for i, expert in enumerate(self.stored.split.held(key[0])):
             if self.stored.piece_digest(key, i) == found:
-                return f": it holds the data of expert {self.stored.first(key[0]) + i}"
+                return f": it holds the data of expert {expert}"
         return ""
 
     def _check_shapes(self, expert: int) -> None:

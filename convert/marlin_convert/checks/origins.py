@@ -8,7 +8,8 @@ facts at its end, which share nothing with the rules that a conversion goes by.
 
 from __future__ import annotations
 
-from marlin_convert.documents.manifest import Origin, Parallel
+from marlin_convert.checks.split import Split
+from marlin_convert.documents.manifest import Origin
 from marlin_convert.models.family import ModelConfig
 
 _STACKED = {
@@ -19,7 +20,7 @@ _STACKED = {
 }
 
 
-def expected_origin(name: str, model: ModelConfig, parallel: Parallel) -> Origin:
+def expected_origin(name: str, model: ModelConfig, split: Split) -> Origin:
     """The origin a stored tensor of this name must have."""
     facts = model.family.facts
     prefix, _, last = name.rpartition(".")
@@ -36,24 +37,10 @@ def expected_origin(name: str, model: ModelConfig, parallel: Parallel) -> Origin
         ("vocab", 0, facts.vocab),
     ):
         if name.endswith(endings):
-            whole = parallel.attn_tp is None or rule == "vocab" or any(part in name for part in facts.by_all)
-            ranks = parallel.tp if whole else parallel.attn_tp or parallel.tp
+            whole = split.attn_tp is None or rule == "vocab" or any(part in name for part in facts.by_all)
             parts = "tp" if whole else "attn_tp"
-            return Origin(name, rule, axis, parts, (name,), _replicas(name, model, ranks))
+            return Origin(name, rule, axis, parts, (name,), _replicas(name, model, split.group(parts)))
     return Origin(name, "replicate", None, None, (name,))
-
-
-def slices_of(origin: Origin, parallel: Parallel) -> int:
-    """Into how many slices a tensor that keeps its name is cut: one for each rank of its group, or fewer
-    where each is on several ranks in a row.
-    """
-    group = parallel.attn_tp if origin.parts == "attn_tp" else None
-    return (group or parallel.tp) // origin.replicas
-
-
-def slice_of(rank: int, origin: Origin, parallel: Parallel) -> int:
-    """The slice that a rank holds: as long as there are ranks, the group's slices come again."""
-    return rank // origin.replicas % slices_of(origin, parallel)
 
 
 def _replicas(name: str, model: ModelConfig, tp: int) -> int:
@@ -61,9 +48,3 @@ def _replicas(name: str, model: ModelConfig, tp: int) -> int:
     shared = model.family.facts.shared
     slices = next((model.text[key] for ending, key in shared.items() if name.endswith(ending)), tp)
     return int(tp // slices) if slices and tp % slices == 0 else 1
-
-
-def expert_owner(expert: int, experts: int, tp: int, ep: int) -> range:
-    """The ranks that hold slices of an expert, in slice order."""
-    group = expert // (experts // ep)
-    return range(group * (tp // ep), (group + 1) * (tp // ep))

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from marlin_convert.checks.origins import expert_owner
+from marlin_convert.checks.split import Split
 from marlin_convert.documents.manifest import Manifest, Shard, Unit
 from marlin_convert.errors import UsageError
 
@@ -49,15 +49,12 @@ class Part:
         """The files of a unit."""
         return [shard for shard in self.shards if shard.unit == unit.name]
 
-    def tensors(self, unit: Unit, experts: int) -> int:
+    def tensors(self, unit: Unit, split: Split) -> int:
         """How many source tensors a unit's files are made of, on the ranks that are looked at."""
         ranks = {shard.rank for shard in self.of_unit(unit)}
-        tp, ep = self.manifest.tp, self.manifest.ep
-        owned = experts
-        if experts % ep == 0:  # else `check_manifest` has reported it, and nobody can tell whose they are
-            owned = sum(
-                not ranks.isdisjoint(expert_owner(expert, experts, tp, ep)) for expert in range(experts)
-            )
+        owned = split.experts
+        if owned % split.ep == 0:  # else `check_manifest` has reported it, and nobody can tell whose they are
+            owned = sum(not ranks.isdisjoint(split.owners(expert)) for expert in range(owned))
         names = [*(name for origin in unit.tensors for name in origin.sources), *unit.checked]
         return sum(owned if "{expert}" in name else 1 for name in names)
 

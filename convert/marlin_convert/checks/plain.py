@@ -13,9 +13,9 @@ import xxhash
 
 from marlin_convert.assemble import CHUNK, StoredSlice, read_rows, stream_tensor
 from marlin_convert.checks.findings import Finding, Verification
-from marlin_convert.checks.origins import slice_of, slices_of
 from marlin_convert.checks.published import Published
-from marlin_convert.documents.manifest import Manifest, Origin
+from marlin_convert.checks.split import Split
+from marlin_convert.documents.manifest import Origin
 from marlin_convert.storage.reads import PieceReader
 
 DAMAGED = "the stored bytes do not match their digest"
@@ -28,7 +28,7 @@ class PlainCheck:
     reader: PieceReader
     published: Published
     report: Verification
-    manifest: Manifest
+    split: Split
     layer: int | None
 
     def check(self, origin: Origin, held: Sequence[StoredSlice]) -> None:
@@ -39,7 +39,7 @@ class PlainCheck:
         (name,) = origin.sources
         expected = self.published.digest(name)
         slices = {self._slice(origin, item) for item in held}
-        all_here = origin.axis is None or len(slices) == slices_of(origin, self.manifest.parallel)
+        all_here = origin.axis is None or len(slices) == self.split.slices(origin)
         provable = all_here or self.published.has_files
         if expected is None:
             self.report.add(Finding("source/digests.bin", f"has no digest of {origin.tensor}", self.layer))
@@ -72,7 +72,7 @@ class PlainCheck:
             firsts.setdefault(self._slice(origin, item), item)
         fill = partial(self.published.rows, name) if self.published.has_files else None
         whole, hashers = xxhash.xxh3_128(), {index: xxhash.xxh3_128() for index in firsts}
-        slices = [firsts.get(index) for index in range(slices_of(origin, self.manifest.parallel))]
+        slices = [firsts.get(index) for index in range(self.split.slices(origin))]
         for chunk in stream_tensor(self.reader, slices, origin.axis, fill):
             whole.update(chunk.whole.data)
             for index, part in chunk.parts.items():
@@ -103,7 +103,7 @@ class PlainCheck:
         return right
 
     def _slice(self, origin: Origin, item: StoredSlice) -> int:
-        return slice_of(item.rank, origin, self.manifest.parallel)
+        return self.split.slice_of(item.rank, origin)
 
     def _digest(self, item: StoredSlice) -> bytes:
         """Of the stored bytes."""

@@ -13,15 +13,16 @@ from safetensors import SafetensorError, safe_open
 from marlin_convert.checkpoint.header import Header
 from marlin_convert.checkpoint.store import header_of
 from marlin_convert.checks.findings import Finding, Verification
+from marlin_convert.checks.split import Split
 from marlin_convert.documents.manifest import Manifest, Shard
 from marlin_convert.errors import SourceError
 from marlin_convert.storage.files import PAGE, digest
 
 
-def check_shard(out: Path, manifest: Manifest, shard: Shard, experts: int, report: Verification) -> bool:
+def check_shard(out: Path, manifest: Manifest, shard: Shard, split: Split, report: Verification) -> bool:
     """Size, header, identity and places of one shard. True where its data may be read."""
     path = out / shard.path
-    problems = list(_shard_problems(path, manifest, shard, experts))
+    problems = list(_shard_problems(path, manifest, shard, split))
     report.add(
         *(Finding(shard.path, problem, _layer(manifest, shard), rank=shard.rank) for problem in problems)
     )
@@ -29,7 +30,7 @@ def check_shard(out: Path, manifest: Manifest, shard: Shard, experts: int, repor
     return not problems
 
 
-def _shard_problems(path: Path, manifest: Manifest, shard: Shard, experts: int) -> Iterator[str]:
+def _shard_problems(path: Path, manifest: Manifest, shard: Shard, split: Split) -> Iterator[str]:
     try:
         header = header_of(path)
     except SourceError as error:
@@ -39,7 +40,7 @@ def _shard_problems(path: Path, manifest: Manifest, shard: Shard, experts: int) 
     if header.size != shard.size:
         yield f"has {header.size} bytes, the manifest says {shard.size}"
         return
-    expected = _identity(manifest, shard, experts)
+    expected = _identity(manifest, shard, split)
     for key in sorted(expected.keys() | header.metadata.keys()):
         if header.metadata.get(key) != expected.get(key):
             yield (
@@ -107,25 +108,23 @@ def _broken_promises(header: Header, shard: Shard) -> Iterator[str]:
             yield f"the fused view {view.name} is not what its members give"
 
 
-def _identity(manifest: Manifest, shard: Shard, experts: int) -> dict[str, str]:
+def _identity(manifest: Manifest, shard: Shard, split: Split) -> dict[str, str]:
     """What the header's __metadata__ must say, from the manifest and the folder's name."""
     unit = next(unit for unit in manifest.units if unit.name == shard.unit)
     routed = shard.rank is not None and any(origin.rule == "experts" for origin in unit.tensors)
-    local = experts // manifest.ep
-    group = (shard.rank or 0) // (manifest.tp // manifest.ep)
-    attn_tp = manifest.parallel.attn_tp
-    apart = {} if attn_tp is None else {"attn_tp": str(attn_tp)}
+    held = split.held(shard.rank or 0)
+    apart = {} if split.attn_tp is None else {"attn_tp": str(split.attn_tp)}
     return {
         "format": "marlin-convert",
-        "format_version": "1" if attn_tp is None else "2",
+        "format_version": str(split.version),
         "layout": manifest.layout_id,
         "source": manifest.source_id,
-        "tp": str(manifest.tp),
-        "ep": str(manifest.ep),
+        "tp": str(split.tp),
+        "ep": str(split.ep),
         **apart,
         "rank": "common" if shard.rank is None else str(shard.rank),
         "layer": shard.unit if unit.layer is None else str(unit.layer),
-        "expert_range": f"{group * local}:{(group + 1) * local}" if routed else "0:0",
+        "expert_range": f"{held.start}:{held.stop}" if routed else "0:0",
     }
 
 

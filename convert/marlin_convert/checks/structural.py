@@ -15,6 +15,7 @@ from marlin_convert.checkpoint.source import Source
 from marlin_convert.checks.findings import STRAY, Finding, Verification
 from marlin_convert.checks.origins import expected_origin
 from marlin_convert.checks.part import Part, folder_of
+from marlin_convert.checks.split import Split
 from marlin_convert.documents.bounds import INDEX, LISTED, PROVENANCE, bound_of
 from marlin_convert.documents.codec import parse_json, read, seal_holds, typed
 from marlin_convert.documents.engine_files import (
@@ -94,9 +95,10 @@ def check_documents(part: Part, kept: KeptSource, out: Path, report: Verificatio
             )
     if "config.json" not in own or not _is_rewritten(out / "config.json", manifest, kept):
         report.add(Finding("config.json", "is not the source's with the quantization_config of this format"))
+    split = Split.of(manifest.parallel, kept.model.experts)
     for unit in manifest.units:
         for origin in unit.tensors:
-            if origin != expected_origin(origin.tensor, kept.model, manifest.parallel):
+            if origin != expected_origin(origin.tensor, kept.model, split):
                 report.add(
                     Finding(
                         "manifest.json",

@@ -22,6 +22,7 @@ from marlin_convert.checks.plain import PlainCheck
 from marlin_convert.checks.published import Published, open_same
 from marlin_convert.checks.rank_documents import check_rank_documents
 from marlin_convert.checks.shard_files import check_shard
+from marlin_convert.checks.split import Split
 from marlin_convert.checks.structural import (
     check_coverage,
     check_documents,
@@ -87,11 +88,8 @@ def verify(
         opened = None if source is None else open_same(os.fspath(source), manifest)
         if opened is not None:
             check_small_files(folder, opened, report)
-        good = {
-            shard.path
-            for shard in part.shards
-            if check_shard(folder, manifest, shard, kept.model.experts, report)
-        }
+        split = Split.of(manifest.parallel, kept.model.experts)
+        good = {shard.path for shard in part.shards if check_shard(folder, manifest, shard, split, report)}
         listed = ((file.size, file.digest) for file in manifest.files if file.path == DIGESTS)
         sound = next(listed, None) == kept.digests_file
         if opened is None and not sound:
@@ -114,6 +112,7 @@ class _Data:
     def __init__(self, out: Path, part: Part, kept: KeptSource, published: Published) -> None:
         self._part, self._manifest, self._kept, self._published = part, part.manifest, kept, published
         manifest = part.manifest
+        self._split = Split.of(manifest.parallel, kept.model.experts)
         self._reader = PieceReader(lambda path: out / path)
         self._pool = BufferPool(sys.maxsize)  # there are only so many threads, chosen by memory
         self._digests = sound_bytes(out, manifest, "digests.bin") or b""
@@ -129,7 +128,7 @@ class _Data:
             part = UnitVerification(whole=report, unit=unit, shards=shards)
             if not shards or any(shard.path not in good for shard in shards):
                 part.read = False
-                part.count(unproven=self._part.tensors(unit, self._kept.model.experts))
+                part.count(unproven=self._part.tensors(unit, self._split))
                 continue
             for task in self._unit_tasks(part):
                 yield task._replace(check=partial(part.timed, task.check))
@@ -147,11 +146,11 @@ class _Data:
     def _plain_tasks(
         self, unit: Unit, stored: Sequence[StoredSlice], shards: int, report: Verification
     ) -> Iterator[Task]:
-        check = PlainCheck(self._reader, self._published, report, self._manifest, unit.layer)
+        check = PlainCheck(self._reader, self._published, report, self._split, unit.layer)
         for origin in unit.tensors:
             if origin.rule == "experts":
                 continue
-            if origin != expected_origin(origin.tensor, self._kept.model, self._manifest.parallel):
+            if origin != expected_origin(origin.tensor, self._kept.model, self._split):
                 report.count(unproven=1)  # check_manifest has reported it; what it claims cannot be used
                 continue
             held = [item for item in stored if item.tensor.name == origin.tensor]
@@ -168,7 +167,6 @@ class _Data:
         stacked = [origin.tensor for origin in unit.tensors if origin.rule == "experts"]
         if not stacked or unit.layer is None:
             return
-        experts, moe_tp = self._kept.model.experts, self._manifest.tp // self._manifest.ep
         prefix, layout = stacked[0].rpartition(".")[0], get_layout(self._manifest.layout_id)
         held = {
             (item.shard.rank, item.tensor.name.removeprefix(f"{prefix}.")): item
@@ -176,22 +174,22 @@ class _Data:
             if item.tensor.name in stacked and item.shard.rank is not None
         }
         ranks = {rank for rank, _ in held}
-        shape = self._kept.model.expert_shape(moe_tp)
-        layer = StoredLayer(unit.layer, prefix, layout, shape, experts, held, self._digests)
+        shape = self._kept.model.expert_shape(self._split.moe_tp)
+        layer = StoredLayer(unit.layer, prefix, layout, shape, self._split, held, self._digests)
         sound = [self._is_sound(layer, key, report) for key in held]
         if all(sound):
             check = ExpertCheck(self._pool, self._reader, self._published, report, layer)
             owned = layer.owned()
             size = sum(item.tensor.size for item in held.values()) // max(len(owned), 1)
             # as stored, put together, and a copy to look closer at what is wrong
-            memory = 3 * moe_tp * sum(item.row_bytes for item in held.values()) // max(len(ranks), 1)
+            memory = 3 * shape.moe_tp * sum(item.row_bytes for item in held.values()) // max(len(ranks), 1)
             for expert in owned:
                 yield Task(unit.name, size, memory, partial(check.check, expert))
 
     def _is_sound(self, layer: StoredLayer, key: tuple[int, str], report: Verification) -> bool:
         """Whether a stacked tensor has the shape of its experts; and its digest must be that of theirs."""
         (rank, name), item = key, layer.held[key]
-        full, local = f"{layer.prefix}.{name}", layer.experts // self._manifest.ep
+        full, local = f"{layer.prefix}.{name}", self._split.local
         expected = {t.name: (local, *t.shape) for t in layer.layout.stacked(layer.shape)}
         if item.tensor.shape != expected.get(name) or item.tensor.experts is None:
             what = f"{full} has the shape {list(item.tensor.shape)}, not that of its experts"

@@ -33,6 +33,7 @@ def kernel_check(target: Target, device: str = "cuda") -> Check:
     from marlin_convert.checks.kernel.layer_files import LayerFiles, originals_from_source
     from marlin_convert.checks.kernel.scope import CheckScope
     from marlin_convert.checks.kernel.verify_kernel import check_layer
+    from marlin_convert.checks.split import Split
     from marlin_convert.kernels import TOKENS
     from marlin_convert.kernels.providers import load_for
     from marlin_convert.kernels.quant_types import need_kernel_type
@@ -52,9 +53,7 @@ def kernel_check(target: Target, device: str = "cuda") -> Check:
             prefix=unit.source.experts_prefix,
             layout=plan.layout,
             shape=plan.shape,
-            experts=plan.experts,
-            tp=plan.topology.tp,
-            ep=plan.topology.ep,
+            split=Split(plan.topology.tp, plan.topology.ep, plan.experts),
             stored=lambda rank, name, begin, number: _stored(
                 out / plan.path(unit, rank), unit, name, begin, number
             ),

@@ -37,8 +37,8 @@ class FusedCheck:
         self._reference: dict[int, Tensor] = {}
         for count in tokens:
             x = torch.randn((count, files.shape.hidden), generator=generator).to(device, torch.bfloat16)
-            logits = torch.randn((count, files.experts), generator=generator)
-            routing = route(logits, torch.zeros(files.experts), top_k)
+            logits = torch.randn((count, files.split.experts), generator=generator)
+            routing = route(logits, torch.zeros(files.split.experts), top_k)
             self._inputs[count] = (x, Routing(routing.weights.to(device), routing.ids.to(device)))
             self._reference[count] = torch.zeros((count, files.shape.hidden), device=device)
         self._kept: dict[int, dict[str, Matrix]] = {}
@@ -59,7 +59,7 @@ class FusedCheck:
 
     def keep(self, rank: int, experts: range, matrices: dict[str, Matrix]) -> None:
         """Keep a batch of a rank's tensors on the device until all are there."""
-        owned = self._files.owned(rank)
+        owned = self._files.split.held(rank)
         kept = self._kept.setdefault(rank, {})
         for name, matrix in matrices.items():
             if name not in kept:
@@ -88,7 +88,7 @@ class FusedCheck:
                 report.findings.append(Finding(f"layer-{self._files.layer:03d}", what, self._files.layer))
 
     def _experts(self, rank: int, kept: dict[str, Matrix]) -> Experts:
-        owned, count = self._files.owned(rank), self._files.experts
+        owned, count = self._files.split.held(rank), self._files.split.experts
         whole = len(owned) == count
         expert_map = None if whole else contiguous_expert_map(count, owned.start, owned.stop, self._device)
         return Experts(kept["w13"], kept["w2"], expert_map)

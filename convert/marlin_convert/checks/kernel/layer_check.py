@@ -79,7 +79,7 @@ class LayerCheck:
     def _fused(self) -> FusedCheck | None:
         if not self.scope.tokens:
             return None
-        if self.scope.experts is not None or self.scope.ranks != tuple(range(self.files.tp)):
+        if self.scope.experts is not None or self.scope.ranks != tuple(range(self.files.split.tp)):
             self.report.skipped.append(
                 f"layer {self.files.layer}: the fused MoE needs all ranks and all experts"
             )
@@ -92,7 +92,7 @@ class LayerCheck:
         """Batches of experts of one owner, the next one's bytes being read while one is checked."""
         ahead: list[tuple[range, Future[list[Original]], dict[int, Future[dict[str, Bytes]]]]] = []
         for experts in self._batches():
-            ranks = [rank for rank in self.scope.ranks if experts.start in self.files.owned(rank)]
+            ranks = [rank for rank in self.scope.ranks if experts.start in self.files.split.held(rank)]
             if not ranks:
                 continue
             futures = {rank: readers.submit(self.files.read, rank, experts) for rank in ranks}
@@ -103,9 +103,9 @@ class LayerCheck:
 
     def _batches(self) -> Iterator[range]:
         """Runs of consecutive experts in scope, never across owners."""
-        wanted = set(range(self.files.experts) if self.scope.experts is None else self.scope.experts)
-        local = self.files.experts // self.files.ep
-        for first in range(0, self.files.experts, local):
+        experts, local = self.files.split.experts, self.files.split.local
+        wanted = set(range(experts) if self.scope.experts is None else self.scope.experts)
+        for first in range(0, experts, local):
             run: list[int] = []
             for expert in range(first, first + local + 1):
                 inside = expert in wanted and expert < first + local

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from marlin_convert.assemble import assemble_expert, read_pieces
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.checks.findings import Finding
+from marlin_convert.checks.split import Split
 from marlin_convert.layout.protocol import PROJECTIONS, ExpertShape, Layout, Role
 from marlin_convert.storage.buffers import Bytes
 from marlin_convert.storage.files import digest
@@ -34,25 +35,13 @@ class LayerFiles:
     prefix: str
     layout: Layout
     shape: ExpertShape
-    experts: int
-    tp: int
-    ep: int
+    split: Split
     stored: Callable[[int, str, int, int], Bytes]
     path: Callable[[int], str]
 
-    @property
-    def moe_tp(self) -> int:
-        """Slices of one expert."""
-        return self.tp // self.ep
-
-    def owned(self, rank: int) -> range:
-        """The experts of a rank."""
-        local = self.experts // self.ep
-        return range(rank // self.moe_tp * local, (rank // self.moe_tp + 1) * local)
-
     def read(self, rank: int, experts: range) -> dict[str, Bytes]:
         """Stored bytes of consecutive experts of a rank, per stacked tensor name (without prefix)."""
-        begin = experts.start - self.owned(rank).start
+        begin = experts.start - self.split.held(rank).start
         names = [tensor.name for tensor in self.layout.stacked(self.shape)]
         return {name: self.stored(rank, f"{self.prefix}.{name}", begin, len(experts)) for name in names}
 
@@ -99,8 +88,7 @@ def originals_restored(
     """
 
     def read(experts: range) -> list[Original]:
-        group = experts.start // (files.experts // files.ep)
-        ranks = range(group * files.moe_tp, (group + 1) * files.moe_tp)
+        ranks = files.split.owners(experts.start)
         stored = [files.read(rank, experts) for rank in ranks]
         return [restore(stored, ranks, experts, i) for i in range(len(experts))]
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from marlin_convert.checks.part import subset
+from marlin_convert.checks.split import Split
 from marlin_convert.documents.manifest import Manifest, Unit
 from marlin_convert.models.family import ModelConfig
 
@@ -37,16 +38,14 @@ class CheckScope:
             chosen = sampled(every if chosen is None else chosen, sample)
         return CheckScope(tuple(subset("rank", ranks, manifest.ranks)), chosen, tuple(tokens), model.top_k)
 
-    def steps(self, manifest: Manifest) -> tuple[int, int]:
+    def steps(self, manifest: Manifest, split: Split) -> tuple[int, int]:
         """Steps of a layer, and bytes of one: w13 and w2 of an expert on a rank are a step each."""
         stacked = [
             tensor for shard in manifest.shards for tensor in shard.tensors if tensor.experts is not None
         ]
-        local = stacked[0].shape[0] if stacked else 0
-        experts = range(local * manifest.ep) if self.experts is None else self.experts
-        moe_tp = manifest.tp // manifest.ep
-        pairs = sum(expert // local == rank // moe_tp for rank in self.ranks for expert in experts)
-        one = {tensor.name.rpartition(".")[2]: tensor.size // local for tensor in stacked}
+        experts = range(split.experts) if self.experts is None else self.experts
+        pairs = sum(expert in split.held(rank) for rank in self.ranks for expert in experts)
+        one = {tensor.name.rpartition(".")[2]: tensor.size // tensor.shape[0] for tensor in stacked}
         return 2 * pairs, sum(one.values()) // 2
 
 

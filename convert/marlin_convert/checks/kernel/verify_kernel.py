@@ -22,6 +22,7 @@ from marlin_convert.checks.kernel.layer_files import (
 )
 from marlin_convert.checks.kernel.scope import CheckScope, expert_units
 from marlin_convert.checks.published import open_same
+from marlin_convert.checks.split import Split
 from marlin_convert.documents.manifest import Manifest, Unit, read_manifest
 from marlin_convert.errors import MachineError, UsageError
 from marlin_convert.extras import require_for_kernel
@@ -86,7 +87,7 @@ def verify_kernel(
         rank: open_shards(folder, rank, manifest)
         for rank in (manifest.ranks if opened is None else scope.ranks)
     }
-    steps, size = scope.steps(manifest)
+    steps, size = scope.steps(manifest, Split.of(manifest.parallel, model.experts))
     stage = "running the kernel's model" if report.model else "running the kernel"
     tally = Tally(stage, steps * size * len(units), [unit.name for unit in units], progress)
     for unit in units:
@@ -145,14 +146,13 @@ def manifest_files(
     """A layer of a finished folder, as an engine would open it."""
     paths = {shard.rank: shard.path for shard in manifest.shards if shard.unit == unit.name}
     prefix = next(origin.tensor for origin in unit.tensors if origin.rule == "experts").rpartition(".")[0]
+    split = Split.of(manifest.parallel, model.experts)
     return LayerFiles(
         layer=unit.layer or 0,
         prefix=prefix,
         layout=get_layout(manifest.layout_id),
-        shape=model.expert_shape(manifest.tp // manifest.ep),
-        experts=model.experts,
-        tp=manifest.tp,
-        ep=manifest.ep,
+        shape=model.expert_shape(split.moe_tp),
+        split=split,
         stored=lambda rank, name, begin, count: shards[rank].read(name, begin, count),
         path=lambda rank: paths[rank],
     )

@@ -103,8 +103,8 @@ class WrongReads:
 
     def pair(self, name: str, rank: int, whole: ExpertWeights) -> Pair:
         """Codes and scales of a rank's slice."""
-        index = rank % self.files.moe_tp
-        return whole.w13(index, self.files.moe_tp) if name == "w13" else whole.w2(index, self.files.moe_tp)
+        moe_tp = self.files.split.moe_tp
+        return whole.w13(rank % moe_tp, moe_tp) if name == "w13" else whole.w2(rank % moe_tp, moe_tp)
 
     def _row(self, name: str, n: int, rows: int) -> tuple[str, int]:
         """Projection and row in the slice of row `n` of a stored matrix."""
@@ -115,7 +115,7 @@ class WrongReads:
 
     def _others(self, place: Place) -> Iterator[tuple[str, Pair]]:
         """What else a matrix might be: another rank's slice, or another expert of the batch or beside it."""
-        name, rank, expert, moe_tp = place.name, place.rank, place.expert, self.files.moe_tp
+        name, rank, expert, moe_tp = place.name, place.rank, place.expert, self.files.split.moe_tp
         for index in range(moe_tp):
             if index != rank % moe_tp:
                 other_rank = rank - rank % moe_tp + index
@@ -124,7 +124,7 @@ class WrongReads:
             if other != expert:
                 yield f"expert {other}", self.pair(name, rank, whole)
         for other in (expert - 1, expert + 1):
-            if other in self.files.owned(rank) and other not in self.near:
+            if other in self.files.split.held(rank) and other not in self.near:
                 original = self.originals(range(other, other + 1))[0]
                 whole = ExpertWeights.load(original, self.near[expert].device)
                 yield f"expert {other}", self.pair(name, rank, whole)

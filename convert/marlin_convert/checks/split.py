@@ -1,0 +1,73 @@
+"""Who holds what, said again from schemas/README.md for the checks alone.
+
+Conversions go by `slicing` and `planning`, of which nothing is used here: a mistake made there is found here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from marlin_convert.documents.manifest import Origin, Parallel
+
+
+@dataclass(frozen=True)
+class Split:
+    """`tp` ranks, over `ep` groups of which the model's `experts` routed experts are spread; attention and
+    dense layers are cut into `attn_tp` slices, None being tp.
+    """
+
+    tp: int
+    ep: int
+    experts: int
+    attn_tp: int | None = None
+
+    @staticmethod
+    def of(parallel: Parallel, experts: int) -> Split:
+        """As a manifest says it."""
+        return Split(parallel.tp, parallel.ep, experts, parallel.attn_tp)
+
+    @property
+    def version(self) -> int:
+        """The format version that such a folder has."""
+        return 1 if self.attn_tp is None else 2
+
+    @property
+    def moe_tp(self) -> int:
+        """Slices of one expert."""
+        return self.tp // self.ep
+
+    @property
+    def local(self) -> int:
+        """Experts of a rank."""
+        return self.experts // self.ep
+
+    def held(self, rank: int) -> range:
+        """The experts of a rank."""
+        first = rank // self.moe_tp * self.local
+        return range(first, first + self.local)
+
+    def owners(self, expert: int) -> range:
+        """The ranks that hold slices of an expert, in slice order."""
+        group = expert // self.local
+        return range(group * self.moe_tp, (group + 1) * self.moe_tp)
+
+    def group(self, parts: str) -> int:
+        """The ranks that share a tensor cut into `parts`: tp or attn_tp."""
+        return self.attn_tp or self.tp if parts == "attn_tp" else self.tp
+
+    def slices(self, origin: Origin) -> int:
+        """Into how many slices a tensor that keeps its name is cut: one for each rank of its group, or fewer
+        where each is on several ranks in a row.
+        """
+        return self.group(origin.parts or "") // origin.replicas
+
+    def slice_of(self, rank: int, origin: Origin) -> int:
+        """The slice that a rank holds: as long as there are ranks, the group's slices come again."""
+        return rank // origin.replicas % self.slices(origin)
+
+    def folder(self, rank: int | None) -> str:
+        """The folder of a rank's shards inside OUT, None being no rank's."""
+        if rank is None:
+            return "common"
+        digits = max(2, len(str(self.tp)))
+        return f"rank-{rank:0{digits}d}-of-{self.tp:0{digits}d}"
