@@ -18,11 +18,10 @@ from marlin_convert.shards.kept_source import KeptSource
 from marlin_convert.storage.shard_file import is_filler
 
 
-def check_manifest(manifest: Manifest, kept: KeptSource, report: Verification) -> set[str]:
+def check_manifest(manifest: Manifest, kept: KeptSource, split: Split, report: Verification) -> set[str]:
     """Everything in the manifest that can be derived. Returns the paths of shards of which it says the right
     things.
     """
-    split = Split.of(manifest.parallel, kept.model.experts)
     report.add(*(Finding("manifest.json", f"says {what}") for what in _wrong_facts(manifest, kept, split)))
     report.add(*(Finding("digests.bin", what) for what in _wrong_digests(manifest)))
     layers, right = {unit.name: unit.layer for unit in manifest.units}, set()

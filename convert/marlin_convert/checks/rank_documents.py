@@ -8,8 +8,8 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from marlin_convert.checks.findings import Finding, Verification
-from marlin_convert.checks.origins import expert_owner
 from marlin_convert.checks.part import Part
+from marlin_convert.checks.split import Split
 from marlin_convert.documents.bounds import LISTED, MANIFEST
 from marlin_convert.documents.codec import read, seal_holds
 from marlin_convert.documents.expert_places import ExpertPlace, ExpertPlaces, UnitExperts
@@ -18,10 +18,8 @@ from marlin_convert.errors import OutputError
 from marlin_convert.storage.files import read_small
 
 
-def check_rank_documents(out: Path, part: Part, experts: int, report: Verification) -> None:
-    """Each rank's manifest.json and experts.json that the manifest lists; older folders have none. The model
-    has `experts` routed experts.
-    """
+def check_rank_documents(out: Path, part: Part, split: Split, report: Verification) -> None:
+    """Each rank's manifest.json and experts.json that the manifest lists; older folders have none."""
     manifest = part.manifest
     for path in (file.path for file in manifest.files):
         folder, _, name = path.rpartition("/")
@@ -33,13 +31,13 @@ def check_rank_documents(out: Path, part: Part, experts: int, report: Verificati
         elif part.has(path):
             check = _wrong_manifest if name == "manifest.json" else _wrong_experts
             try:
-                problems = list(check(out / path, manifest, shards, experts))
+                problems = list(check(out / path, manifest, shards, split))
             except (OSError, OutputError) as error:
                 problems = [f"cannot be read ({error})"]
             report.add(*(Finding(path, problem, rank=shards[0].rank) for problem in problems))
 
 
-def _wrong_manifest(path: Path, whole: Manifest, shards: Sequence[Shard], _: int) -> Iterator[str]:
+def _wrong_manifest(path: Path, whole: Manifest, shards: Sequence[Shard], _: Split) -> Iterator[str]:
     raw = read_small(path, MANIFEST)
     if not seal_holds(raw):
         yield "its bytes do not match its own digest"
@@ -62,7 +60,7 @@ def _wrong_manifest(path: Path, whole: Manifest, shards: Sequence[Shard], _: int
             yield f"its {key} are not what the whole manifest says of this rank"
 
 
-def _wrong_experts(path: Path, whole: Manifest, shards: Sequence[Shard], experts: int) -> Iterator[str]:
+def _wrong_experts(path: Path, whole: Manifest, shards: Sequence[Shard], split: Split) -> Iterator[str]:
     found = read(read_small(path, LISTED), ExpertPlaces, f"{path}: not of this format")
     expected = ExpertPlaces(whole.format, whole.format_version, whole.source_id, ())
     if replace(found, units=()) != expected:
@@ -74,18 +72,18 @@ def _wrong_experts(path: Path, whole: Manifest, shards: Sequence[Shard], experts
         return
     for shard in shards:
         if stacked[shard.unit]:
-            yield from _wrong_unit(units[shard.unit], whole, shard, stacked[shard.unit], experts)
+            yield from _wrong_unit(units[shard.unit], split, shard, stacked[shard.unit])
 
 
 def _wrong_unit(
-    unit: UnitExperts, whole: Manifest, shard: Shard, stacked: Sequence[StoredTensor], experts: int
+    unit: UnitExperts, split: Split, shard: Shard, stacked: Sequence[StoredTensor]
 ) -> Iterator[str]:
     if unit.file != shard.path.rpartition("/")[2] or list(unit.tensors) != [t.name for t in stacked]:
         yield f"says that the experts of {shard.unit} are in {unit.file}, in {', '.join(unit.tensors)}"
         return
-    if experts % whole.ep:
+    if split.experts % split.ep:
         return  # `check_manifest` has reported it, and nobody can tell whose they are
-    owned = [e for e in range(experts) if shard.rank in expert_owner(e, experts, whole.tp, whole.ep)]
+    owned = list(split.held(shard.rank or 0))
     if [place.expert for place in unit.experts] != owned:
         yield f"lists other experts of {shard.unit} than the rank has, or in another order"
         return

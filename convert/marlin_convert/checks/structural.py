@@ -79,7 +79,7 @@ def check_listed_files(out: Path, part: Part, kept: KeptSource, report: Verifica
                 report.add(Finding("provenance.json", "its bytes do not match its own digest"))
 
 
-def check_documents(part: Part, kept: KeptSource, out: Path, report: Verification) -> None:
+def check_documents(part: Part, kept: KeptSource, split: Split, out: Path, report: Verification) -> None:
     """config.json, source id, indexes, origins: derived again and compared."""
     manifest = part.manifest
     own = {file.path: file for file in manifest.files}
@@ -95,7 +95,6 @@ def check_documents(part: Part, kept: KeptSource, out: Path, report: Verificatio
             )
     if "config.json" not in own or not _is_rewritten(out / "config.json", manifest, kept):
         report.add(Finding("config.json", "is not the source's with the quantization_config of this format"))
-    split = Split.of(manifest.parallel, kept.model.experts)
     for unit in manifest.units:
         for origin in unit.tensors:
             if origin != expected_origin(origin.tensor, kept.model, split):

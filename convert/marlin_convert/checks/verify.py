@@ -80,15 +80,15 @@ def verify(
     start(load_compiled, "load")
     with machine_errors(f"checking {out}"):
         kept = read_kept_source(folder, manifest)
+        split = Split.of(manifest.parallel, kept.model.experts)
         check_listed_files(folder, part, kept, report)
-        check_documents(part, kept, folder, report)
-        right = check_manifest(manifest, kept, report)
-        check_rank_documents(folder, part, kept.model.experts, report)
+        check_documents(part, kept, split, folder, report)
+        right = check_manifest(manifest, kept, split, report)
+        check_rank_documents(folder, part, split, report)
         check_coverage(manifest, kept, report)
         opened = None if source is None else open_same(os.fspath(source), manifest)
         if opened is not None:
             check_small_files(folder, opened, report)
-        split = Split.of(manifest.parallel, kept.model.experts)
         good = {shard.path for shard in part.shards if check_shard(folder, manifest, shard, split, report)}
         listed = ((file.size, file.digest) for file in manifest.files if file.path == DIGESTS)
         sound = next(listed, None) == kept.digests_file
@@ -99,7 +99,7 @@ def verify(
             )
         read = time.perf_counter()
         published = Published(kept, opened, sound, report)
-        tasks = list(_Data(folder, part, kept, published).tasks(good & right, report))
+        tasks = list(_Data(folder, part, kept, split, published).tasks(good & right, report))
         run_tasks(tasks, threads, progress)
     end = time.perf_counter()
     report.seconds = {"documents and headers": read - begin, "tensors": end - read, "total": end - begin}
@@ -109,10 +109,9 @@ def verify(
 class _Data:
     """The pass over all tensor data of shards that are structurally sound."""
 
-    def __init__(self, out: Path, part: Part, kept: KeptSource, published: Published) -> None:
+    def __init__(self, out: Path, part: Part, kept: KeptSource, split: Split, published: Published) -> None:
         self._part, self._manifest, self._kept, self._published = part, part.manifest, kept, published
-        manifest = part.manifest
-        self._split = Split.of(manifest.parallel, kept.model.experts)
+        self._split, manifest = split, part.manifest
         self._reader = PieceReader(lambda path: out / path)
         self._pool = BufferPool(sys.maxsize)  # there are only so many threads, chosen by memory
         self._digests = sound_bytes(out, manifest, "digests.bin") or b""
