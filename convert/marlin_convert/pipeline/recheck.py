@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
 
+from marlin_convert.checkpoint.header import TensorEntry
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.checkpoint.store import open_file
 from marlin_convert.documents.records import FinishedUnit
@@ -18,6 +19,14 @@ from marlin_convert.storage.reads import read_exactly
 
 #: files that are read at a time
 AT_A_TIME = 4
+
+
+def tensor_digest(descriptor: int, entry: TensorEntry, file: str) -> bytes:
+    """xxh3-128 of a tensor in an opened file. Raises OSError, and ShortFileError, which names `file`."""
+    hasher, end = xxhash.xxh3_128(), entry.offset + entry.size
+    for at in range(entry.offset, end, CHUNK):
+        hasher.update(read_exactly(descriptor, at, min(CHUNK, end - at), file))
+    return hasher.digest()
 
 
 def compare_recorded(source: Source, records: Iterable[FinishedUnit], files: Collection[str]) -> None:
@@ -33,15 +42,10 @@ def compare_recorded(source: Source, records: Iterable[FinishedUnit], files: Col
     def compare(file: str) -> None:
         with open_file(source.path(file)) as descriptor:
             for name, recorded in wanted[file].items():
-                entry, hasher = source.tensors[name].entry, xxhash.xxh3_128()
-                end = entry.offset + entry.size
-                for at in range(entry.offset, end, CHUNK):
-                    hasher.update(read_exactly(descriptor, at, min(CHUNK, end - at), file))
-                if hasher.hexdigest() != recorded:
+                if (found := tensor_digest(descriptor, source.tensors[name].entry, file).hex()) != recorded:
                     raise SourceError(
                         f"{file} was replaced after units were made of it: the xxh3-128 of {name} is"
-                        f" {hasher.hexdigest()}, it was {recorded}; put the file back, or use --overwrite to"
-                        " start again"
+                        f" {found}, it was {recorded}; put the file back, or use --overwrite to start again"
                     )
 
     with ThreadPoolExecutor(AT_A_TIME) as workers:

@@ -17,14 +17,7 @@ from marlin_convert.documents.expert_places import EXPERTS_NAME
 from marlin_convert.documents.manifest import MANIFEST_NAME, Manifest, Shard, StoredTensor, read_manifest
 from marlin_convert.documents.results import Differences, DifferingPart
 from marlin_convert.errors import OutputError
-from marlin_convert.shards.kept_source import (
-    DIGESTS,
-    HEADERS,
-    ZEROS,
-    KeptSource,
-    read_kept_source,
-    sound_bytes,
-)
+from marlin_convert.shards.kept_source import ZEROS, KeptSource, listed_bytes, read_sound_source
 from marlin_convert.slicing import Topology
 from marlin_convert.storage.files import digest
 from marlin_convert.storage.shard_file import is_filler
@@ -69,7 +62,7 @@ def _by_shards(
 def _by_sources(
     folders: tuple[Path, Path], manifests: tuple[Manifest, Manifest]
 ) -> tuple[int, list[DifferingPart]]:
-    kept = _kept(folders[0], manifests[0]), _kept(folders[1], manifests[1])
+    kept = read_sound_source(folders[0], manifests[0]), read_sound_source(folders[1], manifests[1])
     known = _known(kept[0]), _known(kept[1])
     parts = [DifferingPart("source", what, name) for name, a, b in _pairs(*known) if (what := _differs(a, b))]
     if kept[0].config != kept[1].config:
@@ -78,29 +71,11 @@ def _by_sources(
     return len(known[0].keys() & known[1].keys()), parts
 
 
-def _sound(out: Path, manifest: Manifest, name: str) -> bytes:
-    data = sound_bytes(out, manifest, name)
-    if data is None:
-        raise OutputError(
-            f"{out}/{name} is damaged or missing, so that nothing can be compared; make OUT again: convert"
-            " with --overwrite"
-        )
-    return data
-
-
-def _kept(out: Path, manifest: Manifest) -> KeptSource:
-    """What OUT keeps of its source, as the manifest lists it."""
-    headers = (f"{HEADERS}{file.name}.gz" for file in manifest.source.files)
-    for name in (DIGESTS, "source/config.json", *headers):
-        _sound(out, manifest, name)
-    return read_kept_source(out, manifest)
-
-
 def _expert_digests(out: Path, manifest: Manifest) -> bytes:
     """digests.bin. Raises OutputError where a digest of the manifest is not that of the digests it stands
     for: what looks the same need not be so then.
     """
-    blob = _sound(out, manifest, "digests.bin")
+    blob = listed_bytes(out, manifest, "digests.bin")
     for shard in manifest.shards:
         for name, said, joined in _joined(shard, blob):
             if digest(joined).hex() != said:

@@ -24,6 +24,8 @@ from marlin_convert.storage.files import digest, read_small
 ZEROS = bytes(16)
 #: the digests of the source's tensors, in OUT
 DIGESTS = "source/digests.bin"
+#: the source's configuration, in OUT
+CONFIG_KEPT = "source/config.json"
 #: where the headers of the source's files are, packed, in OUT
 HEADERS = "source/headers/"
 
@@ -84,6 +86,16 @@ def sound_bytes(out: Path, manifest: Manifest, name: str) -> bytes | None:
     return data if digest(data).hex() == listed.digest else None
 
 
+def listed_bytes(out: Path, manifest: Manifest, name: str) -> bytes:
+    """What a listed file holds. Raises OutputError where `sound_bytes` has nothing."""
+    if (data := sound_bytes(out, manifest, name)) is None:
+        raise OutputError(
+            f"{out}/{name} is damaged or missing, so that nothing can be proven by it; make OUT again:"
+            " convert with --overwrite"
+        )
+    return data
+
+
 def may_be_edited(name: str) -> bool:
     """Whether a listed file is one that people write in: all but digests and packed headers."""
     return name not in ("digests.bin", DIGESTS) and not name.startswith(HEADERS)
@@ -135,3 +147,19 @@ def read_kept_source(out: Path, manifest: Manifest) -> KeptSource:
         digests_by_tensor(headers, blob),
         (len(blob), digest(blob).hex()),
     )
+
+
+def read_sound_source(out: Path, manifest: Manifest) -> KeptSource:
+    """Read source/: all of it as the manifest lists it, headers and configuration those that the manifest has
+    the digests of. Raises OutputError.
+    """
+    identity = manifest.source.identity
+    made_from = {CONFIG_KEPT: identity.config} | {f"{HEADERS}{f.name}.gz": f.header for f in identity.files}
+    for name in (DIGESTS, *made_from):
+        listed_bytes(out, manifest, name)
+    kept = read_kept_source(out, manifest)
+    found = [kept.config_bytes, *(header.raw for header in kept.headers)]
+    for (name, said), data in zip(made_from.items(), found, strict=True):
+        if digest(data).hex() != said:
+            raise OutputError(f"{out}/{name} is not what manifest.json says of the source; run verify")
+    return kept
