@@ -46,7 +46,12 @@ def tree(out: Path, *, without: tuple[str, ...] = ("provenance.json",)) -> dict[
     files = {
         str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()
     }
-    return {path: data for path, data in files.items() if path not in without}
+    return {path: data for path, data in files.items() if whole(path) not in without}
+
+
+def whole(path: str) -> str:
+    """The path, or that of the whole manifest where it is the manifest of a rank, which says the same."""
+    return "manifest.json" if path.startswith("rank-") and path.endswith("/manifest.json") else path
 
 
 def manifest_of(out: Path) -> Document:

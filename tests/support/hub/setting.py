@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import trees
 from hub.proxy import Proxy
 from hub.server import Hub
 
@@ -90,6 +91,7 @@ def differences(a: Path, b: Path, own: set[str] = OWN) -> list[str]:
     names = {str(path.relative_to(root)) for root in (a, b) for path in root.rglob("*") if path.is_file()}
     return sorted(
         name
-        for name in names - own
-        if not ((a / name).is_file() and (b / name).is_file() and filecmp.cmp(a / name, b / name, False))
+        for name in names
+        if trees.whole(name) not in own
+        and not ((a / name).is_file() and (b / name).is_file() and filecmp.cmp(a / name, b / name, False))
     )
