@@ -21,6 +21,7 @@ NAMES = {
     "LoadedRank",
     "PlanReport",
     "Point",
+    "Restored",
     "Shards",
     "Verification",
     "ConvertError",
@@ -35,6 +36,7 @@ NAMES = {
     "load_rank",
     "open_shards",
     "plan",
+    "restore",
     "verify",
     "verify_kernel",
 }

@@ -16,6 +16,7 @@ import click
 import pytest
 
 import marlin_convert
+import trees
 from checkpoints import make_small
 from marlin_convert import errors
 from marlin_convert.checkpoint.source import Source
@@ -112,9 +113,10 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_job(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    order = ["doctor", "plan", "convert", "verify", "verify", "inspect"]
+    order = ["doctor", "plan", "convert", "verify", "verify", "inspect", "restore"]
     assert [line[0] for line in commands()] == order
     assert (job / "k26-tp8" / "rank-07-of-08" / "top.safetensors").exists()
+    assert trees.tree(job / "Kimi-K2.6-again") == trees.tree(job / "Kimi-K2.6")
     # what docs/converting.md says of publishing
     (job / "k26-tp8" / "provenance.json").unlink()
     for line in commands():

@@ -1,11 +1,11 @@
 """Kimi-K2 checkpoints to ready-to-mmap per-GPU shards in the Marlin MoE layout.
 
-The command line's verbs as functions: `plan`, `download`, `convert`, `verify`, `verify_kernel` and `diff`.
-`open_shards` reads the result with numpy, `load_rank` brings a rank to a GPU with torch. `HubOptions` says
-how a repository of the hub is read. What they return are `PlanReport`, `Downloaded`, `Converted`,
-`Verification` (of `Finding`s; true where nothing is wrong), `Differences`, `KernelReport`, `Shards` and
-`LoadedRank`; how far they are they tell in `Point`s. What goes wrong is a `ConvertError`: `UsageError`,
-`SourceError`, `OutputError` or `MachineError`.
+The command line's verbs as functions: `plan`, `download`, `convert`, `verify`, `verify_kernel`, `diff` and
+`restore`. `open_shards` reads the result with numpy, `load_rank` brings a rank to a GPU with torch.
+`HubOptions` says how a repository of the hub is read. What they return are `PlanReport`, `Downloaded`,
+`Converted`, `Verification` (of `Finding`s; true where nothing is wrong), `Differences`, `Restored`,
+`KernelReport`, `Shards` and `LoadedRank`; how far they are they tell in `Point`s. What goes wrong is a
+`ConvertError`: `UsageError`, `SourceError`, `OutputError` or `MachineError`.
 
 All of it is loaded when first used, so that `import marlin_convert` costs nothing.
 """
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from marlin_convert.engines.torch_loader import LoadedRank, load_rank
     from marlin_convert.errors import ConvertError, MachineError, OutputError, SourceError, UsageError
     from marlin_convert.pipeline.preview import plan
+    from marlin_convert.pipeline.restore import Restored, restore
     from marlin_convert.pipeline.run import Converted, convert
     from marlin_convert.planning.plan_report import PlanReport
     from marlin_convert.progress import Point
@@ -47,6 +48,7 @@ __all__ = [
     "OutputError",
     "PlanReport",
     "Point",
+    "Restored",
     "Shards",
     "SourceError",
     "UsageError",
@@ -57,6 +59,7 @@ __all__ = [
     "load_rank",
     "open_shards",
     "plan",
+    "restore",
     "verify",
     "verify_kernel",
 ]
@@ -64,6 +67,7 @@ __all__ = [
 _HOMES = {
     "Verification": "marlin_convert.checks.findings",
     "Shards": "marlin_convert.shards.reader",
+    "Restored": "marlin_convert.pipeline.restore",
     "Point": "marlin_convert.progress",
     "PlanReport": "marlin_convert.planning.plan_report",
     "LoadedRank": "marlin_convert.engines.torch_loader",
@@ -84,6 +88,7 @@ _HOMES = {
     "load_rank": "marlin_convert.engines.torch_loader",
     "open_shards": "marlin_convert.shards.reader",
     "plan": "marlin_convert.pipeline.preview",
+    "restore": "marlin_convert.pipeline.restore",
     "verify": "marlin_convert.checks.verify",
     "verify_kernel": "marlin_convert.checks.kernel.verify_kernel",
 }

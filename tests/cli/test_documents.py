@@ -16,7 +16,7 @@ from checkpoints import Checkpoint, make_small
 from forks import Forks
 
 SCHEMAS = Path(__file__).parents[2] / "schemas"
-NAMES = ("config", "convert", "index", "manifest", "plan", "provenance", "record", "verify")
+NAMES = ("config", "convert", "index", "manifest", "plan", "provenance", "record", "restore", "verify")
 Command = Callable[..., tuple[int, str, str]]
 
 
@@ -58,6 +58,7 @@ def documents(
         "record of a unit": json.loads(
             next((folder / "killed" / ".work" / "units").glob("layer-*.json")).read_text()
         ),
+        "restore": json.loads(forks.run("restore", tiny_tp2, folder / "back", "--json").stdout),
         "verify": json.loads(forks.run("verify", tiny_tp2, "--json").stdout),
     }
 

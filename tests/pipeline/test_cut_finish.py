@@ -13,13 +13,11 @@ import pytest
 
 import trees
 from checkpoints import Checkpoint
-from forks import Done, Forks
+from forks import CHANGING, Done, Forks
 
 pytestmark = pytest.mark.slow
 
 UNITS = 5
-#: the calls that change something, and `open`, which makes files
-CHANGING = ("open", "fsync", "replace", "pwrite", "posix_fallocate", "mkdir", "unlink", "rmdir")
 
 
 def convert(

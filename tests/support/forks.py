@@ -38,6 +38,8 @@ _OF_OS = (
 #: what can be broken, and in which module it is
 OWNERS = dict.fromkeys(_OF_OS, os) | {"flock": fcntl}
 CALLS = tuple(OWNERS)
+#: those that change something, and `open`, which makes files
+CHANGING = ("open", "fsync", "replace", "pwrite", "posix_fallocate", "mkdir", "unlink", "rmdir")
 #: as the `number` of a fault: every call
 EVERY = -1
 
@@ -186,10 +188,12 @@ def _child(request: dict[str, Any]) -> None:
 
 def _serve(checkpoint: str, warm: str) -> None:
     from marlin_convert.checks.verify import verify
+    from marlin_convert.pipeline.restore import restore
     from marlin_convert.pipeline.run import convert
 
     convert(checkpoint, warm, tp=2, threads=1)
     verify(warm, threads=1)
+    restore(warm, f"{warm}-back", threads=1)
     sys.stdout.flush()
     for line in sys.stdin:
         request = json.loads(line)

@@ -16,8 +16,8 @@ from marlin_convert.cli.options import (
     hub_options,
     json_option,
     log_option,
+    machine_options,
     parallel_options,
-    size,
     staging_options,
 )
 from marlin_convert.errors import UsageError
@@ -43,28 +43,13 @@ LISTED = 10
 @click.argument("source")
 @click.argument("out")
 @parallel_options
-@click.option(
-    "--threads",
-    type=click.IntRange(1),
-    help="Worker threads [default: usable cores + 1, within the limits of the process].",
-)
-@click.option(
-    "--memory",
-    type=size,
-    help="Memory for buffers, such as 2GiB [default: 1.5 GiB, or 128 MiB a thread, within the limits].",
-)
+@machine_options
 @click.option(
     "--verify",
     type=click.Choice(["exact", "kernel", "none"]),
     default="exact",
     show_default=True,
     help="exact: prove each buffer before it is written; kernel: also run the kernel on each layer (GPU).",
-)
-@click.option(
-    "--direct/--no-direct",
-    default=True,
-    show_default=True,
-    help="Read and write past the page cache where the file system can.",
 )
 @hub_options
 @staging_options

@@ -92,6 +92,35 @@ def parallel_options(function: F) -> F:
     return function
 
 
+def machine_options(function: F) -> F:
+    """--threads --memory --direct, of what reads and writes whole checkpoints."""
+    for option in reversed(
+        (
+            click.option(
+                "--threads",
+                type=click.IntRange(1),
+                help="Worker threads [default: usable cores + 1, within the limits of the process].",
+            ),
+            click.option(
+                "--memory",
+                type=size,
+                help=(
+                    "Memory for buffers, such as 2GiB [default: 1.5 GiB, or 128 MiB a thread, within the"
+                    " limits]."
+                ),
+            ),
+            click.option(
+                "--direct/--no-direct",
+                default=True,
+                show_default=True,
+                help="Read and write past the page cache where the file system can.",
+            ),
+        )
+    ):
+        function = option(function)
+    return function
+
+
 def hub_options(function: F) -> F:
     """--revision --token --cache-dir, for what may be a repository."""
     for option in reversed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from marlin_convert.errors import MachineError, UsageError
@@ -19,7 +20,7 @@ BATCH = 2
 
 @dataclass(frozen=True)
 class Budget:
-    """Threads, bytes for buffers, experts per batch."""
+    """Threads, bytes for buffers, and how much a job does at once: for a conversion, experts."""
 
     threads: int
     memory: int
@@ -27,12 +28,31 @@ class Budget:
 
 
 def choose_budget(target: Target, threads: int | None, memory: int | None) -> Budget:
-    """Threads and memory below the limits of this process, unless they are given, and the largest batch for
-    which every thread has room. Raises UsageError where not even one job fits into the memory given, naming
-    the least that works, and MachineError where that is more than there is.
+    """Of a conversion; see `settle`."""
+    wish = Wish(threads, memory, BATCH, len(target.plan.ranks))
+    return settle(wish, lambda batch: _need(target, batch))
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is asked for: threads and memory, where they are given; the largest batch that is worth while; and
+    how many files are written together.
     """
-    limits, least = read_limits(), _need(target, 1)
-    allowed = allow(limits, threads, len(target.plan.ranks))
+
+    threads: int | None
+    memory: int | None
+    batch: int
+    files: int
+
+
+def settle(wish: Wish, need: Callable[[int], int]) -> Budget:
+    """Threads and memory below the limits of this process, unless they are given, and the largest batch for
+    which every thread has room, `need` being the bytes of the largest job. Raises UsageError where not even
+    one job fits into the memory given, naming the least that works, and MachineError where that is more than
+    there is.
+    """
+    limits, least, memory = read_limits(), need(1), wish.memory
+    allowed = allow(limits, wish.threads, wish.files)
     threads = allowed.threads.value
     if memory is None:
         memory = max(allowed.memory.value, least)
@@ -47,8 +67,8 @@ def choose_budget(target: Target, threads: int | None, memory: int | None) -> Bu
             f"--memory {memory} is too little: the smallest that works is {-(-least >> 20)}MiB, for the"
             " largest single step"
         )
-    batch = BATCH
-    while batch > 1 and _need(target, batch) * threads > memory:
+    batch = wish.batch
+    while batch > 1 and need(batch) * threads > memory:
         batch //= 2
     return Budget(threads, memory, batch)
 

@@ -59,10 +59,10 @@ def refuse_full_disk(out: Path, need: Need, fetcher: Fetcher) -> None:
     kept = fetcher.place is not None and room  # not staged in OUT
     stage = "use --free-source to keep only a few source files at a time, or " if kept else ""
     if existing(place).stat().st_dev == existing(out).stat().st_dev:
-        _refuse(out, needed + room, need.freed, _of_it(need.documents, room), stage)
+        refuse_short(out, needed + room, need.freed, _of_it(need.documents, room), stage)
     else:
-        _refuse(out, needed, need.freed, _of_it(need.documents, 0), stage)
-        _refuse(place, room, 0, _of_it(0, room), stage)
+        refuse_short(out, needed, need.freed, _of_it(need.documents, 0), stage)
+        refuse_short(place, room, 0, _of_it(0, room), stage)
 
 
 def _of_it(documents: int, source: int) -> str:
@@ -72,8 +72,10 @@ def _of_it(documents: int, source: int) -> str:
     return f", {named} among them," if named else ""
 
 
-def _refuse(folder: Path, size: int, freed: int, of_it: str, hint: str) -> None:
-    """Raise where `size` bytes do not fit."""
+def refuse_short(folder: Path, size: int, freed: int = 0, of_it: str = "", hint: str = "") -> None:
+    """Raise MachineError where `size` bytes do not fit, `freed` going away before. `of_it` says what some of
+    them are, `hint` what could be done.
+    """
     free = free_space(folder) + freed
     if free < size:
         raise MachineError(

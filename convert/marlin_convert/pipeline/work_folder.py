@@ -33,8 +33,10 @@ WORK = ".work"
 REMOVING = "removing.json"
 #: in it while a finished conversion is being mended: a folder with its manifest
 BEFORE = "before"
+#: in that of a folder that published files are being restored in
+RESTORE = "restore.json"
 #: by any of these a folder is known to be ours, made or begun
-MARKS = ("manifest.json", f"{WORK}/job.json")
+MARKS = ("manifest.json", f"{WORK}/job.json", f"{WORK}/{RESTORE}")
 #: how file systems say that they lock nothing, or no folders (NFS: EBADF)
 NO_LOCKS = UNSUPPORTED | {errno.ENOLCK, errno.EBADF, errno.EISDIR}
 #: what opening a file of ours says where there is none: nothing, a link, or something in its place or above
