@@ -280,6 +280,16 @@ def test_the_numbers_of_attention_apart(full_size: Source) -> None:
     assert f"A rank loads {size / 1e9:.1f} GB then." in text
 
 
+def test_the_numbers_of_stages(full_size: Source) -> None:
+    text = re.sub(r"\s+", " ", (ROOT / "docs" / "converting.md").read_text())
+    plan = plan_output(full_size, Options(8, 1, pp=2))
+    assert f"A rank loads at most {plan.rank_bytes() / 1e9:.1f} GB then." in text
+    first, last = (stage.layers for stage in plan.stages)
+    assert f"with the layers {first[0]} to {first[-1]}, embeddings" in text
+    assert f"with the layers {last[0]} to {last[-1]}, norm" in text
+    assert f"`VLLM_PP_LAYER_PARTITION={len(first)},{len(last)}`" in text
+
+
 def performance() -> str:
     """The page of measurements, in one line."""
     return re.sub(r"\s+", " ", (ROOT / "docs" / "performance.md").read_text())

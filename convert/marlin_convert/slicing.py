@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from marlin_convert.errors import UsageError
 
@@ -24,15 +25,17 @@ Rank = int | None
 class Topology:
     """`tp` ranks in all; the routed experts are split over `ep` groups of `moe_tp` ranks:
     rank = ep_rank * moe_tp + moe_tp_rank, as in SGLang. Attention and dense layers are cut into `attn_tp`
-    slices, of which rank r holds slice r % attn_tp; None: into tp, as everything else that is cut.
+    slices, of which rank r holds slice r % attn_tp; None: into tp, as everything else that is cut. There are
+    `tp` ranks for each of `pp` pipeline stages.
     """
 
     tp: int
     ep: int
     attn_tp: int | None = None
+    pp: int = 1
 
     @staticmethod
-    def of(tp: int, ep: int, attn_tp: int | None = None) -> Topology:
+    def of(tp: int, ep: int, attn_tp: int | None = None, pp: int = 1) -> Topology:
         """A checked topology. Raises UsageError."""
         if tp < 1 or ep < 1 or tp % ep:
             raise UsageError(
@@ -51,12 +54,24 @@ class Topology:
                 f"--attn-tp {attn_tp} does not divide --tp {tp}: each of the attention's slices is on tp /"
                 " attn-tp ranks"
             )
-        return Topology(tp, ep, None if attn_tp == tp else attn_tp)
+        if pp < 1:
+            raise UsageError(f"--pp {pp}: there is at least one stage")
+        return Topology(tp, ep, None if attn_tp == tp else attn_tp, pp)
 
     @property
     def moe_tp(self) -> int:
         """Slices of one expert."""
         return self.tp // self.ep
+
+    def stages(self, layers: int) -> list[range]:
+        """The layers of each stage, neighbours and as equal as can be: the last stages have one more where
+        `layers` cannot be divided, as SGLang has it. Raises ValueError where a stage would have none.
+        """
+        size, rest = divmod(layers, self.pp)
+        if not size:
+            raise ValueError(f"{layers} layers are not enough for {self.pp} stages")
+        sizes = (size + (stage >= self.pp - rest) for stage in range(self.pp))
+        return [range(*pair) for pair in pairwise(accumulate(sizes, initial=0))]
 
     def ep_rank(self, rank: int) -> int:
         """The group of experts a rank owns."""

@@ -43,7 +43,9 @@ REST = documents(
     units=documents(Unit, name=st.just("top")).map(lambda unit: (unit,)),
     shards=documents(Shard, unit=st.just("top"), **SHARD).map(lambda shard: (shard,)),
     files=FILES.map(tuple),
-    parallel=documents(Parallel, tp=st.just(4), ep=st.just(2), attn_tp=st.none()),
+    parallel=documents(
+        Parallel, tp=st.just(4), ep=st.just(2), attn_tp=st.none(), pp=st.just(1), stages=st.just(())
+    ),
 )
 
 

@@ -185,7 +185,7 @@ def built(change: Any) -> Any:
         ),
         (parallel(moe_ep_size=2), "convert again with --tp 2 --ep 2"),
         (parallel(moe_tp_rank=1), "without --moe-dp-size"),
-        (parallel(pp_size=2), "not cut for 2 pipeline stages; serve with one"),
+        (parallel(pp_size=2), "does not serve 2 pipeline stages; serve with one"),
         (moe(enable_eplb=True), "without --enable-eplb"),
         (moe(ep_num_redundant_experts=2), "without --ep-num-redundant-experts"),
         (

@@ -283,7 +283,7 @@ def exchanged(document: dict[str, Any]) -> None:
         (lambda d: d["units"].pop(), "has the units ['layer-001'], which are not those"),
         (lambda d: d["units"].append(d["units"][0]), "which are not those that have experts here"),
         (lambda d: d.update(source="0" * 32), "is of another conversion"),
-        (lambda d: d.update(units=7), "cannot be read"),
+        (lambda d: d.update(units=7), "not of this format"),
     ],
 )
 def test_forged_places_of_experts_are_named(

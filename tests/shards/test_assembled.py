@@ -28,8 +28,8 @@ from marlin_convert.storage.source_reader import Part
 
 DIMS: dict[str, Any] = {"layers": 2, "experts": 4, "vt_layers": 1, "moe_intermediate": 256}
 EXPERT = "language_model.model.layers.1.mlp.experts.{}.{}_proj.{}"
-#: tp, ep, attn_tp; with eight slices of 32 each is padded to 64
-SPLITS = [(1, 1, None), (2, 1, None), (4, 2, 2), (4, 4, 1), (8, 1, None)]
+#: tp, ep, attn_tp, pp; with eight slices of 32 each is padded to 64
+SPLITS = [(1, 1, None, 1), (2, 1, None, 1), (4, 2, 2, 1), (4, 4, 1, 1), (8, 1, None, 1), (4, 2, 2, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +41,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 def converted(source: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     place = tmp_path_factory.mktemp("converted")
 
-    def made(tp: int, ep: int, attn_tp: int | None = None) -> Path:
-        out = place / f"{tp}-{ep}-{attn_tp}"
+    def made(tp: int, ep: int, attn_tp: int | None = None, pp: int = 1) -> Path:
+        out = place / f"{tp}-{ep}-{attn_tp}-{pp}"
         if not out.exists():
-            convert(source.folder, out, tp=tp, ep=ep, attn_tp=attn_tp, threads=2)
+            convert(source.folder, out, tp=tp, ep=ep, attn_tp=attn_tp, pp=pp, threads=2)
         return out
 
     return made
@@ -84,7 +84,7 @@ def whole(source: Checkpoint) -> Iterator[tuple[Part, bytes]]:
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
 def test_every_tensor(
-    source: Checkpoint, converted: Callable[..., Path], split: tuple[int, int, int | None], direct: bool
+    source: Checkpoint, converted: Callable[..., Path], split: tuple[int, int, int | None, int], direct: bool
 ) -> None:
     parts, expected = zip(*whole(source), strict=True)
     for part, found, want in zip(parts, read(converted(*split), parts, direct), expected, strict=True):

@@ -19,6 +19,7 @@ from marlin_convert.slicing import Topology
 from marlin_convert.storage.shard_file import (
     DTYPE_SIZE,
     FileLayout,
+    Place,
     TensorSpec,
     data_start,
     header_bytes,
@@ -256,7 +257,7 @@ def test_sizes() -> None:
 
 
 def test_identity() -> None:
-    assert metadata_of("s" * 32, "layout", Topology(8, 2), 5, "7", range(8, 16)) == {
+    assert metadata_of("s" * 32, "layout", Topology(8, 2), Place(5, "7"), range(8, 16)) == {
         "format": "marlin-convert",
         "format_version": "1",
         "layout": "layout",
@@ -267,5 +268,7 @@ def test_identity() -> None:
         "layer": "7",
         "expert_range": "8:16",
     }
-    assert metadata_of("s" * 32, "layout", Topology(8, 2), None, "common", range(0))["rank"] == "common"
-    assert metadata_of("s" * 32, "layout", Topology(8, 2), 0, "top", range(0))["expert_range"] == "0:0"
+    assert (
+        metadata_of("s" * 32, "layout", Topology(8, 2), Place(None, "common"), range(0))["rank"] == "common"
+    )
+    assert metadata_of("s" * 32, "layout", Topology(8, 2), Place(0, "top"), range(0))["expert_range"] == "0:0"

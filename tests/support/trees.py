@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,6 +33,9 @@ ROWS = (
     "lm_head.weight",
 )
 COLUMNS = ("o_proj.weight", "down_proj.weight")
+
+#: how paths begin of what is a rank's, a stage's, or no rank's
+OF_A_PART = re.compile("(rank-.*|stage-.*|common)/")
 
 Document = dict[str, Any]
 
@@ -196,17 +200,20 @@ def _list_again(out: Path, files: list[Document]) -> None:
 
 def _reseal_rank(out: Path, path: str, whole: Document) -> None:
     """Make a rank's manifest what the whole one says of it."""
-    folder = path.removesuffix("manifest.json")
-    kept = json.loads((out / path).read_bytes())
-    here = {
-        key: [
+    folder, kept = path.removesuffix("manifest.json"), json.loads((out / path).read_bytes())
+    common = f"{folder.rpartition('rank-')[0]}common/"
+    mine = whole | {"ranks": kept["ranks"], "complete": kept["complete"]}
+    for key in ("shards", "files"):
+        mine[key] = [
             each
             for each in whole[key]
-            if each["path"] != path and (each["path"].startswith(folder) or "rank-" not in each["path"])
+            if each["path"] != path
+            and (each["path"].startswith((folder, common)) or not OF_A_PART.match(each["path"]))
         ]
-        for key in ("shards", "files")
-    }
-    mine = whole | here | {"ranks": kept["ranks"], "complete": kept["complete"]}
+    if "stages" in whole["parallel"]:
+        names = {shard["unit"] for shard in mine["shards"]}
+        mine["units"] = [unit for unit in whole["units"] if unit["name"] in names]
+        mine["layers"] = [unit["layer"] for unit in mine["units"] if unit["layer"] is not None]
     (out / path).write_bytes(seal(mine))
 
 

@@ -36,7 +36,8 @@ REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 REQUESTS = 8
 #: names that the output uses itself
 RESERVED = re.compile(
-    r"manifest\.json|provenance\.json|digests\.bin|common|source|rank-\d+-of-\d+|.*\.partial", re.DOTALL
+    r"manifest\.json|provenance\.json|digests\.bin|common|source|(rank|stage)-\d+-of-\d+|.*\.partial",
+    re.DOTALL,
 )
 #: bytes of a name, so that what is made of it is a name, too
 MAX_NAME = 240

@@ -4,7 +4,7 @@ digests all fit can still be wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from marlin_convert.checks.findings import Finding, Verification
@@ -25,8 +25,9 @@ def check_manifest(manifest: Manifest, kept: KeptSource, split: Split, report: V
     report.add(*(Finding("manifest.json", f"says {what}") for what in _wrong_facts(manifest, kept, split)))
     report.add(*(Finding("digests.bin", what) for what in _wrong_digests(manifest)))
     layers, right = {unit.name: unit.layer for unit in manifest.units}, set()
+    units = {unit.name: {origin.tensor for origin in unit.tensors} for unit in manifest.units}
     for shard in manifest.shards:
-        problems = list(_wrong_shard(split, kept, shard))
+        problems = list(_wrong_shard(split, kept, shard, units[shard.unit]))
         report.add(
             *(
                 Finding(shard.path, f"the manifest says {what}", layers.get(shard.unit), rank=shard.rank)
@@ -65,7 +66,10 @@ def _wrong_facts(manifest: Manifest, kept: KeptSource, split: Split) -> Iterator
             if (given := getattr(getattr(manifest, section), key)) != value:
                 yield f"{section}.{key} {given}, it must be {value}"
     if manifest.format_version != split.version or split.attn_tp == split.tp:
-        yield f"format_version {manifest.format_version} for attn_tp {split.attn_tp}"
+        pp = manifest.parallel.pp
+        yield f"format_version {manifest.format_version} for attn_tp {split.attn_tp} and pp {pp}"
+    common = any(name.startswith(model.family.facts.common) for name in kept.entries)
+    yield from split.stages.wrong(manifest.parallel, common)
     constants = model_constants(model)
     for key in sorted(constants.keys() | manifest.model.keys()):
         if manifest.model.get(key) != constants.get(key):
@@ -76,7 +80,8 @@ def _wrong_facts(manifest: Manifest, kept: KeptSource, split: Split) -> Iterator
     layers = tuple(sorted(unit.layer for unit in manifest.units if unit.layer is not None))
     if manifest.layers != layers:
         yield f"layers {list(manifest.layers)}, but its units are of the layers {list(layers)}"
-    whole = len(manifest.ranks) == manifest.tp and any(unit.name == "top" for unit in manifest.units)
+    beside = set(split.stages.beside)
+    whole = len(manifest.ranks) == manifest.tp and beside <= {unit.name for unit in manifest.units}
     if manifest.complete != whole:
         yield (
             f"complete {manifest.complete}, but its ranks and units are {'all' if whole else 'not all'}"
@@ -115,13 +120,16 @@ def model_constants(model: ModelConfig) -> dict[str, Any]:
     return constants | model.family.facts.constants(model.text)
 
 
-def _wrong_shard(split: Split, kept: KeptSource, shard: Shard) -> Iterator[str]:
-    folder = split.folder(shard.rank)
+def _wrong_shard(split: Split, kept: KeptSource, shard: Shard, unit: Set[str]) -> Iterator[str]:
+    """`unit` are the tensors that each shard of its unit has."""
+    folder = split.folder(shard.rank, shard.unit)
     if shard.path != f"{folder}/{shard.unit}.safetensors":
         yield f"it is {shard.unit} of rank {shard.rank}, whose place is {folder}/{shard.unit}.safetensors"
     if (shard.rank is None) != (shard.unit == "common"):
         yield f"{shard.unit} is of rank {shard.rank}"
     tensors = {tensor.name: tensor for tensor in shard.tensors if not is_filler(tensor.name)}
+    for name in sorted(tensors.keys() - unit):
+        yield f"that it has {name}, which {shard.unit} has not"
     for tensor in tensors.values():
         yield from _wrong_tensor(split, kept, tensor)
     views = sorted(_expected_views(tensors, kept.model.family.facts), key=lambda view: view.name)

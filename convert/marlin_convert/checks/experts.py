@@ -17,7 +17,7 @@ from marlin_convert.assemble import (
     piece_of,
     read_planned,
 )
-from marlin_convert.checks.findings import Finding
+from marlin_convert.checks.findings import Finding, on_some_rank
 from marlin_convert.checks.published import Published
 from marlin_convert.checks.split import Split
 from marlin_convert.checks.units import UnitVerification
@@ -239,7 +239,7 @@ class ExpertCheck:
 
     def _add(self, expert: int, projection: str | None, rank: int | None, what: str) -> None:
         item = next(item for (r, _), item in self.stored.held.items() if rank is None or r == rank)
-        path = item.shard.path if rank is not None else f"rank-*/{item.shard.path.split('/')[1]}"
+        path = item.shard.path if rank is not None else on_some_rank(item.shard.path)
         self.report.add(Finding(path, what, self.stored.layer, expert, projection, rank))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from threading import Lock
@@ -104,6 +105,11 @@ class Verification:
             units=tuple(unit.summed_up(blame) for unit in self.units.values()),
             findings=reported(sorted(self.findings, key=str)),
         )
+
+
+def on_some_rank(path: str) -> str:
+    """The path of a shard where it is not known of which rank it is."""
+    return re.sub(r"rank-[^/]+", "rank-*", path)
 
 
 def reported(findings: Iterable[Finding]) -> tuple[ReportedFinding, ...]:

@@ -33,7 +33,7 @@ class Part:
             for shard in manifest.shards
             if shard.unit in units and (shard.rank is None or shard.rank in on_ranks)
         )
-        every, looked_at = ({folder_of(shard.path) for shard in each} for each in (manifest.shards, shards))
+        every, looked_at = ({shard.folder for shard in each} for each in (manifest.shards, shards))
         return Part(manifest, shards, frozenset(every - looked_at))
 
     @property
@@ -43,7 +43,7 @@ class Part:
 
     def has(self, path: str) -> bool:
         """Whether a listed file that is no shard is looked at."""
-        return folder_of(path) not in self.left_out
+        return path.rpartition("/")[0] not in self.left_out
 
     def of_unit(self, unit: Unit) -> list[Shard]:
         """The files of a unit."""
@@ -57,11 +57,6 @@ class Part:
             owned = sum(not ranks.isdisjoint(split.owners(expert)) for expert in range(owned))
         names = [*(name for origin in unit.tensors for name in origin.sources), *unit.checked]
         return sum(owned if "{expert}" in name else 1 for name in names)
-
-
-def folder_of(path: str) -> str:
-    """The folder in OUT that a file lies in; empty for OUT itself."""
-    return path.rpartition("/")[0].partition("/")[0]
 
 
 def subset(what: str, wanted: Sequence[int] | None, present: Sequence[int]) -> Sequence[int]:

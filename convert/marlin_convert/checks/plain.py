@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from marlin_convert.assemble import CHUNK, StoredSlice, read_rows, stream_tensor
-from marlin_convert.checks.findings import Finding, Verification
+from marlin_convert.checks.findings import Finding, Verification, on_some_rank
 from marlin_convert.checks.published import Published
 from marlin_convert.checks.split import Split
 from marlin_convert.documents.manifest import Origin
@@ -92,8 +92,7 @@ class PlainCheck:
             if culprits:
                 return False
             what = f"{origin.tensor}, put together from all ranks, differs from the source{hint}"
-            name = held[0].shard.path.split("/")[1]
-            self.report.add(Finding(f"rank-*/{name}", what, self.layer))
+            self.report.add(Finding(on_some_rank(held[0].shard.path), what, self.layer))
         right = expected in (None, whole.digest())
         for item in held:
             first = firsts[self._slice(origin, item)].rank

@@ -23,7 +23,7 @@ def check_rank_documents(out: Path, part: Part, split: Split, report: Verificati
     manifest = part.manifest
     for path in (file.path for file in manifest.files):
         folder, _, name = path.rpartition("/")
-        if name not in ("manifest.json", "experts.json") or not folder.startswith("rank-"):
+        if name not in ("manifest.json", "experts.json") or "rank-" not in folder:
             continue
         shards = [shard for shard in manifest.shards if shard.path.rpartition("/")[0] == folder]
         if not shards:
@@ -32,32 +32,47 @@ def check_rank_documents(out: Path, part: Part, split: Split, report: Verificati
             check = _wrong_manifest if name == "manifest.json" else _wrong_experts
             try:
                 problems = list(check(out / path, manifest, shards, split))
-            except (OSError, OutputError) as error:
-                problems = [f"cannot be read ({error})"]
+            except OSError:
+                continue  # `check_listed_files` has reported it
+            except OutputError as error:
+                problems = [str(error)]
             report.add(*(Finding(path, problem, rank=shards[0].rank) for problem in problems))
 
 
-def _wrong_manifest(path: Path, whole: Manifest, shards: Sequence[Shard], _: Split) -> Iterator[str]:
+def _wrong_manifest(path: Path, whole: Manifest, shards: Sequence[Shard], split: Split) -> Iterator[str]:
     raw = read_small(path, MANIFEST)
     if not seal_holds(raw):
         yield "its bytes do not match its own digest"
     rank, folder = shards[0].rank, f"{shards[0].path.rpartition('/')[0]}/"
-    own = path.name
+    stage = split.stages.of(shards[0].unit)
+    units = tuple(unit for unit in whole.units if split.stages.of(unit.name) == stage)
+    above = split.stages.folder(shards[0].unit)
     expected = {
         "ranks": (rank,),
-        "complete": whole.complete and whole.tp == 1,
-        "shards": tuple(shard for shard in whole.shards if shard.rank in (rank, None)),
-        "files": tuple(
-            file
-            for file in whole.files
-            if not file.path.startswith("rank-")
-            or (file.path.startswith(folder) and file.path != folder + own)
+        "layers": tuple(unit.layer for unit in units if unit.layer is not None),
+        "complete": whole.complete and whole.tp * split.stages.count == 1,
+        "units": units,
+        "shards": tuple(
+            shard
+            for shard in whole.shards
+            if shard.rank in (rank, None) and split.stages.of(shard.unit) == stage
         ),
+        "files": tuple(file for file in whole.files if _is_of(file.path, above, folder)),
     }
     found = parse_manifest(raw, path)
     for key in found.__struct_fields__:
         if key != "digest" and getattr(found, key) != expected.get(key, getattr(whole, key)):
             yield f"its {key} are not what the whole manifest says of this rank"
+
+
+def _is_of(path: str, stage: str, folder: str) -> bool:
+    """Whether a rank's manifest lists a file: those in its own folder but itself, those in common/ of its
+    stage, and those that are of no stage and no rank.
+    """
+    if path.startswith(folder):
+        return path != f"{folder}manifest.json"
+    elsewhere = "/" in path and path.startswith(("rank-", "stage-"))
+    return path.startswith(f"{stage}common/") or not elsewhere
 
 
 def _wrong_experts(path: Path, whole: Manifest, shards: Sequence[Shard], split: Split) -> Iterator[str]:

@@ -114,6 +114,8 @@ def _identity(manifest: Manifest, shard: Shard, split: Split) -> dict[str, str]:
     routed = shard.rank is not None and any(origin.rule == "experts" for origin in unit.tensors)
     held = split.held(shard.rank or 0)
     apart = {} if split.attn_tp is None else {"attn_tp": str(split.attn_tp)}
+    if split.stages.count > 1:
+        apart |= {"pp": str(split.stages.count), "stage": str(split.stages.of(unit.name))}
     return {
         "format": "marlin-convert",
         "format_version": str(split.version),

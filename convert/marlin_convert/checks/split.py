@@ -5,31 +5,35 @@ Conversions go by `slicing` and `planning`, of which nothing is used here: a mis
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from marlin_convert.checks.stages import Stages
 from marlin_convert.documents.manifest import Origin, Parallel
+from marlin_convert.models.family import ModelConfig
 
 
 @dataclass(frozen=True)
 class Split:
     """`tp` ranks, over `ep` groups of which the model's `experts` routed experts are spread; attention and
-    dense layers are cut into `attn_tp` slices, None being tp.
+    dense layers are cut into `attn_tp` slices, None being tp. So in each of `stages`.
     """
 
     tp: int
     ep: int
     experts: int
     attn_tp: int | None = None
+    stages: Stages = field(default_factory=Stages)
 
     @staticmethod
-    def of(parallel: Parallel, experts: int) -> Split:
+    def of(parallel: Parallel, model: ModelConfig) -> Split:
         """As a manifest says it."""
-        return Split(parallel.tp, parallel.ep, experts, parallel.attn_tp)
+        stages = Stages(parallel.pp, model.layers)
+        return Split(parallel.tp, parallel.ep, model.experts, parallel.attn_tp, stages)
 
     @property
     def version(self) -> int:
         """The format version that such a folder has."""
-        return 1 if self.attn_tp is None else 2
+        return 1 if self.attn_tp is None and self.stages.count == 1 else 2
 
     @property
     def moe_tp(self) -> int:
@@ -65,9 +69,10 @@ class Split:
         """The slice that a rank holds: as long as there are ranks, the group's slices come again."""
         return rank // origin.replicas % self.slices(origin)
 
-    def folder(self, rank: int | None) -> str:
-        """The folder of a rank's shards inside OUT, None being no rank's."""
+    def folder(self, rank: int | None, unit: str) -> str:
+        """The folder of a rank's shard of a unit inside OUT, None being no rank's."""
+        stage = self.stages.folder(unit)
         if rank is None:
-            return "common"
+            return f"{stage}common"
         digits = max(2, len(str(self.tp)))
-        return f"rank-{rank:0{digits}d}-of-{self.tp:0{digits}d}"
+        return f"{stage}rank-{rank:0{digits}d}-of-{self.tp:0{digits}d}"

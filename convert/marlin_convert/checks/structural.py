@@ -14,7 +14,7 @@ from marlin_convert.checkpoint.index import INDEX_NAME
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.checks.findings import STRAY, Finding, Verification
 from marlin_convert.checks.origins import expected_origin
-from marlin_convert.checks.part import Part, folder_of
+from marlin_convert.checks.part import Part
 from marlin_convert.checks.split import Split
 from marlin_convert.documents.bounds import INDEX, LISTED, PROVENANCE, bound_of
 from marlin_convert.documents.codec import parse_json, read, seal_holds, typed
@@ -97,6 +97,10 @@ def check_documents(part: Part, kept: KeptSource, split: Split, out: Path, repor
         report.add(Finding("config.json", "is not the source's with the quantization_config of this format"))
     for unit in manifest.units:
         for origin in unit.tensors:
+            home = split.stages.unit_of(origin.tensor, kept.model)
+            if home != unit.name:
+                what = f"unit {unit.name} has {origin.tensor}, which is of {home}"
+                report.add(Finding("manifest.json", what, unit.layer))
             if origin != expected_origin(origin.tensor, kept.model, split):
                 report.add(
                     Finding(
@@ -105,10 +109,8 @@ def check_documents(part: Part, kept: KeptSource, split: Split, out: Path, repor
                         unit.layer,
                     )
                 )
-    for folder in sorted({folder_of(shard.path) for shard in part.shards}):
-        _check_index(
-            out, folder, [shard for shard in manifest.shards if shard.path.startswith(folder + "/")], report
-        )
+    for folder in sorted({shard.folder for shard in part.shards}):
+        _check_index(out, folder, [shard for shard in manifest.shards if shard.folder == folder], report)
 
 
 def _is_rewritten(path: Path, manifest: Manifest, kept: KeptSource) -> bool:
@@ -133,7 +135,7 @@ def _check_index(out: Path, folder: str, shards: list[Shard], report: Verificati
         tensor.name: shard for shard in shards for tensor in shard.tensors if not is_filler(tensor.name)
     }
     size = sum(t.size for shard in shards for t in shard.tensors if not is_filler(t.name))
-    expected = Index(IndexMetadata(size), {name: shard.path.split("/")[1] for name, shard in stored.items()})
+    expected = Index(IndexMetadata(size), {name: shard.file for name, shard in stored.items()})
     try:
         index = read(read_small(out / folder / INDEX_NAME, INDEX), Index, INDEX_NAME)
     except (OSError, OutputError):
@@ -158,7 +160,7 @@ def check_small_files(out: Path, source: Source, report: Verification) -> None:
             report.add(Finding(path, f"is not the source's {name}"))
 
 
-def check_coverage(manifest: Manifest, kept: KeptSource, report: Verification) -> None:
+def check_coverage(manifest: Manifest, kept: KeptSource, split: Split, report: Verification) -> None:
     """Each source tensor is stored once or only checked, or lies outside the ranks and layers that were asked
     for.
     """
@@ -175,7 +177,7 @@ def check_coverage(manifest: Manifest, kept: KeptSource, report: Verification) -
         report.add(
             Finding("manifest.json", f"a tensor is said to come from {name}, which the source does not have")
         )
-    _check_units(manifest, report)
+    _check_units(manifest, split, report)
 
 
 def _covered(manifest: Manifest, kept: KeptSource) -> dict[str, int]:
@@ -197,10 +199,11 @@ def _covered(manifest: Manifest, kept: KeptSource) -> dict[str, int]:
     return covered
 
 
-def _check_units(manifest: Manifest, report: Verification) -> None:
+def _check_units(manifest: Manifest, split: Split, report: Verification) -> None:
     """Every unit and every rank's shard of it is there."""
     names = {unit.name for unit in manifest.units}
-    expected = {f"layer-{layer:03d}" for layer in manifest.layers} | ({"top"} if manifest.complete else set())
+    expected = {f"layer-{layer:03d}" for layer in manifest.layers}
+    expected |= set(split.stages.beside) if manifest.complete else set()
     if missing := expected - names:
         report.add(Finding("manifest.json", f"unit {min(missing)} is missing"))
     per_unit = {

@@ -90,7 +90,7 @@ class Blame:
 
     def names_unit(self, name: str) -> bool:
         """Whether a finding is about a file of this unit, of which rank is not known."""
-        return f"rank-*/{name}.safetensors" in self._named
+        return any(path.endswith(f"rank-*/{name}.safetensors") for path in self._named)
 
     def may_mean(self, unit: Unit) -> bool:
         """Whether a finding is about this unit, of which rank is not known."""

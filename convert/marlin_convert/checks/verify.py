@@ -80,12 +80,12 @@ def verify(
     start(load_compiled, "load")
     with machine_errors(f"checking {out}"):
         kept = read_kept_source(folder, manifest)
-        split = Split.of(manifest.parallel, kept.model.experts)
+        split = Split.of(manifest.parallel, kept.model)
         check_listed_files(folder, part, kept, report)
         check_documents(part, kept, split, folder, report)
         right = check_manifest(manifest, kept, split, report)
         check_rank_documents(folder, part, split, report)
-        check_coverage(manifest, kept, report)
+        check_coverage(manifest, kept, split, report)
         opened = None if source is None else open_same(os.fspath(source), manifest)
         if opened is not None:
             check_small_files(folder, opened, report)

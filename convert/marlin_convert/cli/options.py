@@ -57,7 +57,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def parallel_options(function: F) -> F:
-    """--tp --ep --attn-tp --layers --ranks --layout."""
+    """--tp --ep --attn-tp --pp --layers --ranks --layout."""
     for option in reversed(
         (
             click.option(
@@ -74,6 +74,13 @@ def parallel_options(function: F) -> F:
                 "--attn-tp",
                 type=click.IntRange(1),
                 help="Slices of attention and dense layers, for data-parallel attention [default: tp].",
+            ),
+            click.option(
+                "--pp",
+                type=click.IntRange(1),
+                default=1,
+                show_default=True,
+                help="Pipeline stages that the layers are spread over, each of TP ranks.",
             ),
             click.option(
                 "--layers", type=numbers, help="Only these layers, such as 0,3-5 (without top and common)."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -39,6 +39,7 @@ def command(
     tp: int,
     ep: int,
     attn_tp: int | None,
+    pp: int,
     layers: tuple[int, ...] | None,
     ranks: tuple[int, ...] | None,
     layout: str | None,
@@ -61,11 +62,9 @@ def command(
     from marlin_convert.pipeline.preview import plan
 
     hub = HubOptions(revision, token, cache_dir, local_dir, free_source)
-    show(
-        plan(source, out, tp=tp, ep=ep, attn_tp=attn_tp, layers=layers, ranks=ranks, layout=layout, hub=hub),
-        every,
-        as_json,
-    )
+    split: dict[str, Any] = {"tp": tp, "ep": ep, "attn_tp": attn_tp, "pp": pp}
+    made = plan(source, out, **split, layers=layers, ranks=ranks, layout=layout, hub=hub)
+    show(made, every, as_json)
 
 
 def show(report: PlanReport, every: bool, as_json: bool) -> None:
@@ -140,9 +139,9 @@ def _show_totals(report: PlanReport) -> None:
             f"to fetch: {fetched[0]:,} bytes ({gigabytes(fetched[0])}), kept beside the output; with"
             f" --free-source at most {fetched[1]:,} bytes ({gigabytes(fetched[1])}) at a time"
         )
+    whose = "each rank loads" if made.topology.pp == 1 else "a rank of the largest stage loads"
     output.result(
-        f"each rank loads {made.rank_bytes():,} bytes ({gigabytes(made.rank_bytes())} of GPU memory for"
-        " weights)"
+        f"{whose} {made.rank_bytes():,} bytes ({gigabytes(made.rank_bytes())} of GPU memory for weights)"
     )
     output.result(
         f"output: {made.total_bytes:,} bytes ({gigabytes(made.total_bytes)}) in"

@@ -44,7 +44,7 @@ class Index(Struct, frozen=True):
     weight_map: Annotated[
         dict[
             Annotated[Text, Meta(extra_json_schema={"not": {"pattern": "^__pad__\\."}})],
-            Annotated[str, Meta(pattern="^(layer-[0-9]{3,}|top|common)\\.safetensors$")],
+            Annotated[str, Meta(pattern="^(layer-[0-9]{3,}|top|embed|head|common)\\.safetensors$")],
         ],
         Meta(min_length=1),
         about("tensor to file in the same folder; fillers are not in it"),

@@ -26,6 +26,7 @@ AttnTp = Annotated[
     Meta(ge=1, le=MAX_TP),
     about("slices of attention and of dense layers; rank r holds slice r % attn_tp"),
 ]
+Pp = Annotated[int, Meta(ge=1, le=MAX_TP), about("pipeline stages, each with all tp ranks")]
 #: of reports, which are only written
 Count = Annotated[int, Meta(ge=0)]
 OneOrMore = Annotated[int, Meta(ge=1)]
@@ -36,15 +37,15 @@ Text = Annotated[str, Meta(min_length=1)]
 #: a file's place in a folder, which it does not leave
 RelativePath = Annotated[str, Meta(pattern=r"^(?!/)(?!([^\x00]*/)?\.\.(/|$))[^\x00]+$")]
 #: the names of this release; a reader goes by what stands there
-UnitName = Annotated[Text, Meta(extra_json_schema={"pattern": "^(layer-[0-9]{3,}|top|common)$"})]
+UnitName = Annotated[Text, Meta(extra_json_schema={"pattern": "^(layer-[0-9]{3,}|top|embed|head|common)$"})]
 ShardPath = Annotated[
     RelativePath,
     Meta(
         extra_json_schema={
             "allOf": [
                 {
-                    "pattern": "^(common|rank-[0-9]{2,}-of-[0-9]{2,})"
-                    "/(layer-[0-9]{3,}|top|common)\\.safetensors$"
+                    "pattern": "^(stage-[0-9]{2,}-of-[0-9]{2,}/)?(common|rank-[0-9]{2,}-of-[0-9]{2,})"
+                    "/(layer-[0-9]{3,}|top|embed|head|common)\\.safetensors$"
                 }
             ]
         }

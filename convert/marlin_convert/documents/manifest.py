@@ -23,6 +23,7 @@ from marlin_convert.documents.fields import (
     Number,
     Offset,
     Positive,
+    Pp,
     RelativePath,
     Shape,
     ShardPath,
@@ -92,6 +93,16 @@ class Padding(Struct, frozen=True):
 OptionalPadding = Annotated[Padding | None, about("zeros at the end of each expert's slice, or null")]
 
 
+class PipelineStage(Struct, frozen=True):
+    """What the ranks of a pipeline stage have of the whole model."""
+
+    layers: Annotated[tuple[Number, ...], Meta(min_length=1), about("its layers", uniqueItems=True)]
+    has: Annotated[
+        tuple[Annotated[Text, Meta(extra_json_schema={"enum": ["embed", "head", "common"]})], ...],
+        about("what it has beside them: embeddings, what stands behind the layers, common/"),
+    ]
+
+
 class Parallel(Struct, frozen=True, omit_defaults=True):
     """How the model is split."""
 
@@ -101,11 +112,22 @@ class Parallel(Struct, frozen=True, omit_defaults=True):
     rules: Annotated[Digest, about("xxh3-128 of the JSON of the rules")]
     padding: OptionalPadding
     attn_tp: AttnTp | None = None
+    pp: Pp = 1
+    stages: Annotated[
+        tuple[PipelineStage, ...], about("what each stage has, in order; where pp is not 1")
+    ] = ()
 
     def __post_init__(self) -> None:
         for name, parts in (("ep", self.ep), ("attn_tp", self.attn_tp or self.tp)):
             if self.tp % parts:
                 raise ValueError(f"{name} {parts} does not divide tp {self.tp}")
+        if len(self.stages) != (self.pp if self.pp > 1 else 0):
+            raise ValueError(f"pp {self.pp} has {len(self.stages)} stages")
+
+    def stage_of(self, unit: Unit) -> int | None:
+        """The stage that has a unit; None where there are no stages, or none has it."""
+        has = [unit.name in stage.has or unit.layer in stage.layers for stage in self.stages]
+        return has.index(True) if any(has) else None
 
     def slices(self, origin: Origin) -> int:
         """Into how many slices a tensor is cut that is not stacked."""
@@ -133,10 +155,12 @@ class Origin(Struct, frozen=True, omit_defaults=True):
 
 
 class Unit(Struct, frozen=True):
-    """A layer, or what stands before and behind them (top), or what no rank owns a slice of (common)."""
+    """A layer, or what stands before and behind them (top, or embed and head where there are stages), or what
+    no rank owns a slice of (common).
+    """
 
     name: Annotated[UnitName, about("the unit")]
-    layer: Annotated[Number | None, about("its layer; null for top and common")]
+    layer: Annotated[Number | None, about("its layer; null for the others")]
     tensors: Annotated[tuple[Origin, ...], Meta(min_length=1), about("how each stored tensor came to be")]
     checked: Annotated[
         tuple[Text, ...], about("source tensors that are not stored because they only repeat a shape")
@@ -323,7 +347,7 @@ def sealed_manifest(out: Path) -> bytes:
     except FileNotFoundError:
         if not out.is_dir():
             raise UsageError(f"{out} is not a folder") from None
-        if (out / "config.json").exists() and not any(out.glob("rank-*")):
+        if (out / "config.json").exists() and not any(out.glob("rank-*")) and not any(out.glob("stage-*")):
             raise UsageError(
                 f"{out} is no conversion; if it is the published checkpoint, give the output folder instead"
             ) from None

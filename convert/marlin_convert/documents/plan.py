@@ -13,6 +13,7 @@ from marlin_convert.documents.fields import (
     Ep,
     Offset,
     OneOrMore,
+    Pp,
     Shape,
     ShardPath,
     ShardSize,
@@ -110,6 +111,7 @@ class Plan(Struct, frozen=True):
     tp: Tp
     ep: Ep
     attn_tp: AttnTp
+    pp: Pp
     moe_tp: Annotated[OneOrMore, about("slices of one expert")]
     ranks: Annotated[tuple[Count, ...], about("ranks that would be made", uniqueItems=True)]
     layers: Annotated[tuple[Count, ...], about("layers that would be made", uniqueItems=True)]

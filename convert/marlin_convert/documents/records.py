@@ -14,6 +14,7 @@ from marlin_convert.documents.fields import (
     Ep,
     Number,
     Positive,
+    Pp,
     RelativePath,
     TensorName,
     Text,
@@ -39,6 +40,7 @@ class JobOptions(Struct, frozen=True, omit_defaults=True):
     complete: Annotated[bool, about("whether that is all")]
     verify: Annotated[Checks, about("what is proven while converting: none, exact or kernel")]
     attn_tp: AttnTp | None = None
+    pp: Pp = 1
 
 
 class JobRecord(Struct, frozen=True):

@@ -7,11 +7,13 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from marlin_convert.documents.fields import (
+    AttnTp,
     Checks,
     Count,
     Digest,
     Ep,
     OneOrMore,
+    Pp,
     Seconds,
     Share,
     Text,
@@ -70,6 +72,8 @@ class InspectedFolder(Struct, frozen=True):
     group_size: Annotated[OneOrMore, about("weights that share a scale")]
     tp: Tp
     ep: Ep
+    attn_tp: AttnTp
+    pp: Pp
     ranks: Annotated[tuple[Count, ...], about("ranks that are here", uniqueItems=True)]
     layers: Annotated[tuple[Count, ...], about("layers that are here", uniqueItems=True)]
     complete: Annotated[bool, about("whether all of the model is here")]

@@ -113,7 +113,14 @@ def open_served(options: Options, model_path: str, served: Served, flags: Flags)
 
 def _refuse_split(out: Path, manifest: Manifest, served: Served, flags: Flags) -> None:
     if served.pp > 1:
-        raise UsageError(f"{out}: the shards are not cut for {served.pp} pipeline stages; serve with one")
+        raise UsageError(
+            f"{out}: this loader does not serve {served.pp} pipeline stages; serve with one, from shards that"
+            " were converted without --pp"
+        )
+    if (stages := manifest.parallel.pp) > 1:
+        raise UsageError(
+            f"{out} is cut for {stages} pipeline stages, this engine runs one; convert again without --pp"
+        )
     if (manifest.tp, manifest.ep) != (served.tp, served.ep):
         raise UsageError(
             f"{out} is cut for tp {manifest.tp} ep {manifest.ep}, this engine runs tp {served.tp} ep"

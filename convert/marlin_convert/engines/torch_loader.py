@@ -77,18 +77,18 @@ def load_rank(
     out: str | os.PathLike[str],
     rank: int,
     *,
+    stage: int | None = None,
     device: str = "cuda",
     layers: Sequence[int] | None = None,
     units: Sequence[str] | None = None,
     path: str = "auto",
     threads: int | None = None,
 ) -> LoadedRank:
-    """Open a rank of a converted folder and bring it to a device; options, result and errors as `load_shards`
-    has them.
+    """Open a rank of a converted folder, of one pipeline stage (None: of all), and bring it to a device;
+    options, result and errors as `load_shards` has them.
     """
-    return load_shards(
-        open_shards(out, rank), device=device, layers=layers, units=units, path=path, threads=threads
-    )
+    shards = open_shards(out, rank, stage=stage)
+    return load_shards(shards, device=device, layers=layers, units=units, path=path, threads=threads)
 
 
 def load_shards(

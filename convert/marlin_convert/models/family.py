@@ -74,6 +74,8 @@ class Facts:
     common: tuple[str, ...] = ()
     #: parts of names of what is cut by all ranks in a layer, where attention and dense layers are not
     by_all: tuple[str, ...] = ()
+    #: of what stands before and behind the layers, that which is before them
+    embeddings: tuple[str, ...] = ()
     #: those of `columns` that may have fewer slices than there are ranks, each on several ranks in a row, and
     #: the key of the text model's config with the number of slices
     shared: Mapping[str, str] = field(default_factory=dict)
@@ -85,7 +87,9 @@ class Family:
 
     `read` makes a ModelConfig of a config.json and raises SourceError for one that is not converted.
     `prefixes` are what may stand before `model.layers` in the names of the text model. `constants` are those
-    that an engine needs and the text model's config does not hold as they are.
+    that an engine needs and the text model's config does not hold as they are. `embeddings` are the rules of
+    the scope `top` whose tensors are needed before the layers, those of the first pipeline stage; a family
+    without them has one stage only.
     """
 
     #: for the model card of a checkpoint whose name is not known
@@ -95,6 +99,7 @@ class Family:
     read: Callable[[dict[str, Any]], ModelConfig]
     constants: Callable[[Mapping[str, Any]], dict[str, float]]
     facts: Facts
+    embeddings: tuple[str, ...] = ()
 
     def prefix(self, names: Iterable[str]) -> str:
         """Which of `prefixes` the tensors of a checkpoint have."""

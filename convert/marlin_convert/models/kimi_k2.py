@@ -239,6 +239,7 @@ _FACTS = Facts(
     rows=("self_attn.o_proj.weight", "down_proj.weight"),
     vocab=("embed_tokens.weight", "lm_head.weight"),
     by_all=(".shared_experts.",),
+    embeddings=("embed_tokens.weight",),
     common=("vision_tower.", "mm_projector."),
     views=(
         (
@@ -257,4 +258,5 @@ FAMILY = Family(
     read=_read,
     constants=_constants,
     facts=_FACTS,
+    embeddings=("model.embed_tokens.weight",),
 )

@@ -137,7 +137,16 @@ def _layout(plan: OutputPlan) -> StoredLayout:
 
 def _parallel(plan: OutputPlan) -> Parallel:
     topology = plan.topology
-    return Parallel(topology.tp, topology.ep, topology.moe_tp, plan.rules, plan.padding, topology.attn_tp)
+    return Parallel(
+        topology.tp,
+        topology.ep,
+        topology.moe_tp,
+        plan.rules,
+        plan.padding,
+        topology.attn_tp,
+        topology.pp,
+        plan.stages,
+    )
 
 
 def _unit(plan: OutputPlan, unit: OutputUnit) -> Unit:

@@ -17,7 +17,7 @@ CARRIED = re.compile(r"(license|license_name|license_link)[ \t]*:[ \t]*(\S.*)")
 
 LOADING = """## Load it
 
-Rank R of the engine maps the files of its own folder, `rank-RR-of-NN/`; nothing is cut, permuted or \
+Rank R of the engine maps the files of its own folder, `{folder}`; nothing is cut, permuted or \
 repacked any more.
 
     from marlin_convert import open_shards
@@ -47,7 +47,7 @@ def model_card(target: Target, checks: str, files: Sequence[ListedFile]) -> byte
             *_front_matter(source, identity),
             "---",
             "",
-            f"# {_title(source, identity)} for {plan.topology.tp} GPUs, Marlin layout",
+            f"# {_title(source, identity)} for {plan.topology.tp * plan.topology.pp} GPUs, Marlin layout",
             "",
             (
                 f"Made by marlin-convert from {_origin(identity)}: the same weights, cut for"
@@ -58,7 +58,7 @@ def model_card(target: Target, checks: str, files: Sequence[ListedFile]) -> byte
                 f" {scheme.group_size}). No value was changed{proof}"
             ),
             "",
-            LOADING,
+            LOADING.format(folder=f"{'stage-SS-of-PP/' if plan.topology.pp > 1 else ''}rank-RR-of-NN/"),
             "",
             "## What is in it",
             "",
@@ -114,7 +114,10 @@ def _parallel(plan: OutputPlan) -> str:
         if plan.topology.attn_tp
         else ""
     )
-    return f"tp {plan.topology.tp}{experts}{attention}"
+    stages = (
+        f", its layers over {plan.topology.pp} stages (pp {plan.topology.pp})" if plan.topology.pp > 1 else ""
+    )
+    return f"tp {plan.topology.tp}{experts}{attention}{stages}"
 
 
 def _sizes(source: Source, plan: OutputPlan) -> list[str]:

@@ -27,12 +27,14 @@ from marlin_convert.words import count
 OWN = frozenset({"manifest.json", "provenance.json", "digests.bin", "config.json", "README.md"})
 _INDEX, _WORK, _REMOVING = map(re.escape, (INDEX_NAME, WORK, REMOVING))
 _PARTIAL = f"(?: {re.escape(PARTIAL)} )?"
+_STAGE = r"(?: stage-\d+-of-\d+ / )?"
 #: below the top, as patterns of whole paths
 FORMS = re.compile(
     rf"""(?x)
-    (?: rank-\d+-of-\d+ | common ) / {_INDEX}
-    | rank-\d+-of-\d+ / (?: manifest | experts ) \.json
-    | (?: rank-\d+-of-\d+ | common ) / (?: layer-\d+ | top | common ) \.safetensors {_PARTIAL}
+    {_STAGE} (?: rank-\d+-of-\d+ | common ) / {_INDEX}
+    | {_STAGE} rank-\d+-of-\d+ / (?: manifest | experts ) \.json
+    | {_STAGE} (?: rank-\d+-of-\d+ | common )
+        / (?: layer-\d+ | top | embed | head | common ) \.safetensors {_PARTIAL}
     | source / (?: config\.json | README\.md | digests\.bin | {_INDEX} | headers / [^/]+ \.gz )
     | {_WORK} / (?: job\.json | {_REMOVING} | manifest\.json | units / [^/]+ \.json ) {_PARTIAL}
     | {_WORK} / {BEFORE} / manifest\.json
@@ -42,7 +44,7 @@ FORMS = re.compile(
 )
 FOLDERS = re.compile(
     rf"""(?x)
-    rank-\d+-of-\d+ | common | source | source/headers
+    {_STAGE} (?: rank-\d+-of-\d+ | common ) | stage-\d+-of-\d+ | source | source/headers
     | {_WORK} (?: / (?: units | documents | {BEFORE} | staging (?: /.+ )? ) )?
     """
 )
@@ -55,13 +57,16 @@ def removable(out: Path, copied: Iterable[str]) -> list[Path]:
     them, where there is no manifest that lists them. Raises UsageError where OUT holds anything that no
     conversion wrote.
     """
-    listed = _listed(out)
+    listed, not_ours = _listed(out), _not_ours(out)
     names = OWN | (set(copied) if listed is None else listed)
     files, foreign = [], []
     for path, kind in _walk(out):
-        own = stat.S_ISREG(kind) and (str(path) in names or FORMS.fullmatch(str(path)))
-        own = own or (stat.S_ISDIR(kind) and FOLDERS.fullmatch(str(path)) and not on_its_own(out / path))
-        if not own:
+        formed = not str(path).startswith(not_ours) and (
+            FORMS.fullmatch(str(path))
+            if stat.S_ISREG(kind)
+            else stat.S_ISDIR(kind) and FOLDERS.fullmatch(str(path)) and not on_its_own(out / path)
+        )
+        if not formed and not (stat.S_ISREG(kind) and str(path) in names):
             foreign.append(path)
         elif stat.S_ISREG(kind):
             files.append(path)
@@ -125,9 +130,9 @@ def remove_work(out: Path) -> None:
                 (out / folder).rmdir()
 
 
-def remove_partials(out: Path) -> None:
-    """Remove the shards that a killed run left half-written."""
-    for path in out.glob(f"*/*{PARTIAL}"):
+def remove_partials(out: Path, folders: Iterable[str]) -> None:
+    """Remove the shards that a killed run left half-written in the folders of a conversion."""
+    for path in (path for folder in (*folders, WORK) for path in (out / folder).glob(f"*{PARTIAL}")):
         if FORMS.fullmatch(path.relative_to(out).as_posix()) and not path.is_symlink():
             path.unlink()
 
@@ -138,6 +143,19 @@ def _walk(out: Path) -> Iterator[tuple[Path, int]]:
         for name in sorted([*folders, *names]):
             path = Path(folder) / name
             yield path.relative_to(out), path.lstat().st_mode
+
+
+def _not_ours(out: Path) -> tuple[str, ...]:
+    """How paths begin of what the conversion in OUT, finished or begun, has not: with stages no ranks at the
+    top, without them no folders of stages. Who has such a folder there has it of his own.
+    """
+    pp = None
+    with suppress(ConvertError):
+        pp = read_manifest(out).parallel.pp
+    with suppress(ConvertError):
+        job = WorkFolder(out).job() if pp is None else None
+        pp = job.options.pp if job is not None else pp
+    return () if pp is None else ("stage-",) if pp == 1 else ("rank-", "common")
 
 
 def _listed(out: Path) -> set[str] | None:

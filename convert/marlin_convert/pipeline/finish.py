@@ -32,7 +32,7 @@ from marlin_convert.pipeline.rank_documents import with_rank_documents
 from marlin_convert.pipeline.stages import Stages
 from marlin_convert.pipeline.target import Target
 from marlin_convert.pipeline.work_folder import WORK, WorkFolder, is_marked
-from marlin_convert.planning.output_plan import OutputPlan, rank_folder
+from marlin_convert.planning.output_plan import OutputPlan, OutputUnit
 from marlin_convert.shards.kept_source import may_be_edited
 from marlin_convert.storage.files import digest, file_digest, machine_errors, write_atomic, write_documents
 from marlin_convert.storage.shard_file import FORMAT, format_version
@@ -123,11 +123,16 @@ def _source_documents(source: Source, records: Mapping[str, FinishedUnit]) -> di
 
 
 def _indexes(plan: OutputPlan) -> dict[str, bytes]:
-    ranked = [unit for unit in plan.units if unit.name != "common"]
-    common = [unit for unit in plan.units if unit.name == "common"]
-    index = rank_index(ranked)
-    documents = {f"{rank_folder(rank, plan.topology.tp)}/{INDEX_NAME}": index for rank in plan.ranks}
-    return documents | ({f"common/{INDEX_NAME}": rank_index(common)} if common else {})
+    """Of each folder with shards; ranks with the same units have the same one."""
+    units: dict[str, list[OutputUnit]] = {}
+    for unit in plan.units:
+        for rank in unit.ranks:
+            units.setdefault(plan.folder(unit, rank), []).append(unit)
+    made: dict[str, bytes] = {}
+    for here in units.values():
+        if here[0].name not in made:
+            made[here[0].name] = rank_index(here)
+    return {f"{folder}/{INDEX_NAME}": made[here[0].name] for folder, here in units.items()}
 
 
 def provenance(target: Target, stages: Stages) -> bytes:

@@ -39,6 +39,7 @@ def plan(
     tp: int,
     ep: int = 1,
     attn_tp: int | None = None,
+    pp: int = 1,
     layers: Sequence[int] | None = None,
     ranks: Sequence[int] | None = None,
     layout: str | None = None,
@@ -57,7 +58,7 @@ def plan(
     cannot be met anywhere.
     """
     refuse_odd(threads=threads, memory=memory)
-    options = Options.of((tp, ep, attn_tp), layers, ranks, layout)
+    options = Options.of((tp, ep, attn_tp, pp), layers, ranks, layout)
     opened, output = open_and_plan(source, out, options, hub, overwrite)
     allowance = allow(read_limits(), threads, len(output.ranks))
     report = PlanReport(opened, output, tuple(notes_on(opened)), allowance)

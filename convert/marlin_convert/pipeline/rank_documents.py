@@ -21,18 +21,19 @@ def with_rank_documents(manifest: Manifest) -> tuple[Manifest, dict[str, bytes]]
 
 
 def _experts(manifest: Manifest, folders: dict[str, int]) -> dict[str, bytes]:
-    """experts.json of each folder. Ranks with the same experts have the same one, since their files are laid
-    out alike.
+    """experts.json of each folder. Ranks of a stage with the same experts have the same one, since their
+    files are laid out alike.
     """
     topology = Topology(manifest.tp, manifest.ep)
-    made: dict[int, bytes] = {}
-    for folder, rank in folders.items():
-        if topology.ep_rank(rank) not in made:
+    made: dict[tuple[str, int], bytes] = {}
+    alike = {folder: (folder.rpartition("rank-")[0], topology.ep_rank(r)) for folder, r in folders.items()}
+    for folder, key in alike.items():
+        if key not in made:
             shards = [shard for shard in manifest.shards if shard.folder == folder]
             units = tuple(unit for shard in shards for unit in _unit(topology, shard))
             places = ExpertPlaces(manifest.format, manifest.format_version, manifest.source_id, units)
-            made[topology.ep_rank(rank)] = write(places)
-    return {folder: made[topology.ep_rank(rank)] for folder, rank in folders.items()}
+            made[key] = write(places)
+    return {folder: made[key] for folder, key in alike.items()}
 
 
 def _unit(topology: Topology, shard: Shard) -> list[UnitExperts]:

@@ -164,6 +164,7 @@ def job_options(plan: OutputPlan, verify: str) -> JobOptions:
         plan.complete,
         verify,
         plan.topology.attn_tp,
+        plan.topology.pp,
     )
 
 
@@ -180,6 +181,7 @@ def _manifest_options(manifest: Manifest) -> JobOptions:
         manifest.complete,
         manifest.checks,
         manifest.parallel.attn_tp,
+        manifest.parallel.pp,
     )
 
 

@@ -73,6 +73,7 @@ def convert(
     tp: int,
     ep: int = 1,
     attn_tp: int | None = None,
+    pp: int = 1,
     layers: Sequence[int] | None = None,
     ranks: Sequence[int] | None = None,
     layout: str | None = None,
@@ -88,7 +89,8 @@ def convert(
 ) -> Converted:
     """Convert a checkpoint, a folder or a repository `org/name`; run again, it continues.
 
-    `attn_tp` cuts attention and dense layers into so many slices, each on tp / attn_tp ranks (None: into tp).
+    `attn_tp` cuts attention and dense layers into so many slices, each on tp / attn_tp ranks (None: into tp);
+    `pp` spreads the layers over so many pipeline stages of tp ranks each.
     `layers` and `ranks` limit what is made (None: all); `layout` is the id of one of the registered layouts
     (None: that of the Marlin MoE kernel). `memory` is the budget for buffers in bytes. `verify` is "exact"
     (each buffer is inverted and compared with the source before it is written), "kernel" (and each written
@@ -102,7 +104,7 @@ def convert(
     source that is not what it should be; MachineError where disk or machine failed.
     """
     refuse_odd(threads=threads, memory=memory)
-    options = Options.of((tp, ep, attn_tp), layers, ranks, layout)
+    options = Options.of((tp, ep, attn_tp, pp), layers, ranks, layout)
     opened, plan = open_and_plan(source, out, options, hub, overwrite)
     request = request_of(opened, plan, Path(out), verify, overwrite)
     target = replace(request.target, direct_io=direct_io)
@@ -198,7 +200,7 @@ class Conversion:
             self.records = self._recorded()
             if decision.recheck:
                 compare_recorded(target.source, self.records.values(), decision.recheck)
-            remove_partials(out)
+            remove_partials(out, target.plan.folders)
             left = [unit for unit in target.plan.units if unit.name not in self.records]
             if decision.action is Action.CONTINUE:
                 for path in stale_files(out, target.plan, left):

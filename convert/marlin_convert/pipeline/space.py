@@ -33,7 +33,7 @@ def documents_bytes(source: Source, plan: OutputPlan) -> int:
         stored += sum(stack.experts * PER_EXPERT for stack in unit.stacked)
         size += len(unit.ranks) * (stored + PER_FILE) + PER_FILE
     per_rank = (len(source.headers) + len(source.auxiliary)) * PER_LISTED + 4 * PER_FILE
-    return size + len(plan.ranks) * per_rank + 16 * PER_FILE
+    return size + len(plan.ranks) * plan.topology.pp * per_rank + 16 * PER_FILE
 
 
 @dataclass(frozen=True)

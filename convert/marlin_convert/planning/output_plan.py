@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from marlin_convert.arguments import refuse_odd
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.documents.bounds import LISTED, MAX_PLACED, MAX_STORED, RECORD
-from marlin_convert.documents.manifest import Padding
+from marlin_convert.documents.manifest import Padding, PipelineStage
 from marlin_convert.errors import SourceError, UsageError
 from marlin_convert.layout import DEFAULT_LAYOUT, get_layout, known_layouts
 from marlin_convert.layout.protocol import ExpertShape, Layout, StackedTensor
@@ -17,6 +18,7 @@ from marlin_convert.planning.units import SourceUnit, source_units
 from marlin_convert.slicing import Topology
 from marlin_convert.storage.shard_file import (
     FileLayout,
+    Place,
     Placed,
     TensorSpec,
     data_start,
@@ -38,25 +40,26 @@ class Options:
     tp: int
     ep: int = 1
     attn_tp: int | None = None
+    pp: int = 1
     layers: tuple[int, ...] | None = None
     ranks: tuple[int, ...] | None = None
     layout: str = DEFAULT_LAYOUT
 
     @staticmethod
     def of(
-        topology: tuple[int, int, int | None],
+        topology: tuple[int, int, int | None, int],
         layers: Sequence[int] | None,
         ranks: Sequence[int] | None,
         layout: str | None,
     ) -> Options:
-        """Options as the verbs take them: tp, ep and attn_tp; `layout` None is the default one. Raises
+        """Options as the verbs take them: tp, ep, attn_tp and pp; `layout` None is the default one. Raises
         UsageError for what cannot be meant.
         """
-        tp, ep, attn_tp = topology
-        refuse_odd(tp=tp, ep=ep, attn_tp=attn_tp, lists={"layers": layers, "ranks": ranks})
+        tp, ep, attn_tp, pp = topology
+        refuse_odd(tp=tp, ep=ep, attn_tp=attn_tp, pp=pp, lists={"layers": layers, "ranks": ranks})
         wanted = None if layers is None else tuple(layers)
         ranked = None if ranks is None else tuple(ranks)
-        return Options(tp, ep, attn_tp, wanted, ranked, layout or DEFAULT_LAYOUT)
+        return Options(tp, ep, attn_tp, pp, wanted, ranked, layout or DEFAULT_LAYOUT)
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ class OutputUnit:
 
     @property
     def name(self) -> str:
-        """`layer-001`, `top` or `common`."""
+        """`layer-001`, `top` or `common`; `embed` and `head` in place of `top` where there are stages."""
         return self.source.name
 
     @property
@@ -119,22 +122,28 @@ class OutputPlan:
     complete: bool
     #: digest of the rules it was made by
     rules: str
+    #: what each pipeline stage has of the whole model; empty where there is one only
+    stages: tuple[PipelineStage, ...] = ()
 
     def __repr__(self) -> str:
         return f"OutputPlan({self.options!r}, units={len(self.units)}, bytes={self.total_bytes})"
 
     def path(self, unit: OutputUnit, rank: int | None) -> str:
         """A shard's path inside OUT."""
-        return (
-            f"common/{unit.name}.safetensors"
-            if rank is None
-            else f"{rank_folder(rank, self.topology.tp)}/{unit.name}.safetensors"
-        )
+        return f"{self.folder(unit, rank)}/{unit.name}.safetensors"
+
+    def folder(self, unit: OutputUnit, rank: int | None) -> str:
+        """The folder of a shard, inside OUT: of its rank, in that of its stage where there are stages."""
+        folder = "common" if rank is None else rank_folder(rank, self.topology.tp)
+        if self.topology.pp == 1:
+            return folder
+        return f"{numbered('stage', unit.source.stage, self.topology.pp)}/{folder}"
 
     @property
     def folders(self) -> list[str]:
-        """The folders of all shards, inside OUT."""
-        return sorted({self.path(u, r).rpartition("/")[0] for u in self.units for r in u.ranks})
+        """The folders of all shards, inside OUT, each after the one it lies in."""
+        found = {self.folder(unit, rank) for unit in self.units for rank in unit.ranks}
+        return sorted(found | {above for folder in found if (above := folder.rpartition("/")[0])})
 
     def metadata(self, unit: OutputUnit, rank: int | None, source_id: str) -> dict[str, str]:
         """The identity in a shard's header."""
@@ -152,15 +161,24 @@ class OutputPlan:
         return None if padded == self.shape.local else Padding(self.shape.local, padded)
 
     def rank_bytes(self) -> int:
-        """Bytes of the tensors one rank loads (fillers and headers not counted)."""
-        placed = [p.spec for unit in self.units if unit.name != "common" for p in unit.files.tensors]
-        return sum(spec.size for spec in placed if not is_filler(spec.name))
+        """Bytes of the tensors one rank loads, in the stage with the most (no fillers, no headers)."""
+        stages = Counter[int]()
+        for unit in self.units:
+            if unit.name != "common":
+                placed = [p.spec for p in unit.files.tensors if not is_filler(p.spec.name)]
+                stages[unit.source.stage] += sum(spec.size for spec in placed)
+        return max(stages.values(), default=0)
 
 
 def rank_folder(rank: int, tp: int) -> str:
-    """The folder of a rank inside OUT."""
-    digits = max(2, len(str(tp)))
-    return f"rank-{rank:0{digits}d}-of-{tp:0{digits}d}"
+    """The folder of a rank, in OUT or in that of its stage."""
+    return numbered("rank", rank, tp)
+
+
+def numbered(what: str, number: int, count: int) -> str:
+    """A folder's name: `rank-03-of-08`."""
+    digits = max(2, len(str(count)))
+    return f"{what}-{number:0{digits}d}-of-{count:0{digits}d}"
 
 
 def plan_output(source: Source, options: Options) -> OutputPlan:
@@ -170,11 +188,12 @@ def plan_output(source: Source, options: Options) -> OutputPlan:
     try:
         return _plan(source, options)
     except UsageError as error:
-        asked = Options(options.tp, options.ep, options.attn_tp, layout=options.layout)
+        asked = replace(options, layers=None, ranks=None)
         if options.layout not in known_layouts() or (options != asked and _works(source, asked)):
             raise  # it is not for the split
         works = [tp for tp in POSSIBLE if _works(source, replace(asked, tp=tp))]
         flags = f"--ep {options.ep}" + (f" --attn-tp {options.attn_tp}" if options.attn_tp else "")
+        flags += f" --pp {options.pp}" if options.pp > 1 else ""
         offer = f"with {flags}, --tp {', '.join(map(str, works))} would do" if works else ""
         raise UsageError(f"{error}; {offer}" if offer else str(error)) from error
 
@@ -189,7 +208,7 @@ def _works(source: Source, options: Options) -> bool:
 
 
 def _plan(source: Source, options: Options) -> OutputPlan:
-    topology = Topology.of(options.tp, options.ep, options.attn_tp)
+    topology = Topology.of(options.tp, options.ep, options.attn_tp, options.pp)
     layout, model = get_layout(options.layout), source.model
     if model.experts % topology.ep:
         raise UsageError(f"--ep {topology.ep} does not divide the {model.experts} routed experts")
@@ -199,9 +218,10 @@ def _plan(source: Source, options: Options) -> OutputPlan:
         raise UsageError(f"--tp {topology.tp} --ep {topology.ep}: {reason}{words}")
     ranks = _scope("rank", options.ranks, topology.tp)
     layers = _scope("layer", options.layers, model.layers)
+    whole = source_units(source, topology)
     units = [
         _unit(unit, layout, shape, topology, model.experts // topology.ep, ranks)
-        for unit in source_units(source, topology)
+        for unit in whole
         if _in_scope(unit, options.layers, layers)
     ]
     _refuse_more_than_documents_hold(units)
@@ -217,6 +237,15 @@ def _plan(source: Source, options: Options) -> OutputPlan:
         layers=layers,
         complete=complete,
         rules=rules_digest(model.rules),
+        stages=tuple(_stage(whole, stage) for stage in range(topology.pp)) if topology.pp > 1 else (),
+    )
+
+
+def _stage(units: Sequence[SourceUnit], stage: int) -> PipelineStage:
+    here = [unit for unit in units if unit.stage == stage]
+    return PipelineStage(
+        tuple(unit.layer for unit in here if unit.layer is not None),
+        tuple(unit.name for unit in here if unit.layer is None),
     )
 
 
@@ -297,4 +326,4 @@ def _metadata(
     layer = unit.name if unit.layer is None else str(unit.layer)
     routed = rank is not None and unit.experts_prefix is not None
     owned = topology.expert_range(rank, experts) if routed and rank is not None else range(0)
-    return metadata_of(source_id, layout.id, topology, rank, layer, owned)
+    return metadata_of(source_id, layout.id, topology, Place(rank, layer, unit.stage), owned)

@@ -63,6 +63,7 @@ class PlanReport:
             tp=plan.topology.tp,
             ep=plan.topology.ep,
             attn_tp=plan.topology.attn_tp or plan.topology.tp,
+            pp=plan.topology.pp,
             moe_tp=plan.topology.moe_tp,
             ranks=tuple(plan.ranks),
             layers=tuple(plan.layers),

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.errors import SourceError, UsageError
 from marlin_convert.layout.protocol import PROJECTIONS, ExpertShape, Role
-from marlin_convert.models.family import Kind, Rule, Scope
+from marlin_convert.models.family import Kind, ModelConfig, Rule, Scope
 from marlin_convert.slicing import Cut, Topology
 
 #: the axis of the source tensor that each kind of rule cuts
@@ -41,13 +41,14 @@ class PlainTensor:
 
 @dataclass(frozen=True)
 class SourceUnit:
-    """What one unit of work takes from the source, in load order. `experts_prefix` is None where the layer
-    has no routed experts.
+    """What one unit of work takes from the source, in load order, and the pipeline stage that has it.
+    `experts_prefix` is None where the layer has no routed experts.
     """
 
     name: str
     layer: int | None
     plain: tuple[PlainTensor, ...]
+    stage: int = 0
     experts_at: int = 0
     experts_prefix: str | None = None
 
@@ -99,7 +100,8 @@ def source_units(source: Source, topology: Topology) -> list[SourceUnit]:
     rule cannot cut a tensor for these ranks.
     """
     model, seen, units = source.model, set[str](), []
-    for layer in range(model.layers):
+    stages = _stages(model, topology)
+    for stage, layer in ((stage, layer) for stage, layers in enumerate(stages) for layer in layers):
         kind = "moe" if layer in model.moe_layers else "dense"
         plain: list[PlainTensor] = []
         experts_at, experts_prefix = 0, None
@@ -109,14 +111,40 @@ def source_units(source: Source, topology: Topology) -> list[SourceUnit]:
                 _check_experts(source, experts_prefix, seen)
             else:
                 plain += _plain(source, rule, source.layer_prefix(layer), topology, seen)
-        units.append(SourceUnit(f"layer-{layer:03d}", layer, tuple(plain), experts_at, experts_prefix))
-    for scope, prefix in (("top", source.prefix), ("common", "")):
-        rules = [rule for rule in model.rules if rule.scope == scope]
+        units.append(SourceUnit(f"layer-{layer:03d}", layer, tuple(plain), stage, experts_at, experts_prefix))
+    for name, (prefix, stage, rules) in _beside_layers(source, topology).items():
         if rules:
             found = tuple(tensor for rule in rules for tensor in _plain(source, rule, prefix, topology, seen))
-            units.append(SourceUnit(scope, None, found))
+            units.append(SourceUnit(name, None, found, stage))
     _refuse_unknown(source, seen)
     return units
+
+
+def _stages(model: ModelConfig, topology: Topology) -> list[range]:
+    """The layers of each stage. Raises UsageError where the model cannot have so many."""
+    if topology.pp > 1 and not model.family.embeddings:
+        raise UsageError(f"--pp {topology.pp}: {model.family.title} has one stage only; leave --pp out")
+    try:
+        return topology.stages(model.layers)
+    except ValueError as error:
+        raise UsageError(f"--pp {topology.pp}: {error}; choose a pp of at most {model.layers}") from error
+
+
+def _beside_layers(source: Source, topology: Topology) -> dict[str, tuple[str, int, list[Rule]]]:
+    """The units that are no layers: the prefix of their tensors, the stage that has them, and their rules.
+    Where there are stages, the first has the embeddings and the last what comes behind the layers.
+    """
+    rules = source.model.rules
+    top = [rule for rule in rules if rule.scope == "top"]
+    common = [rule for rule in rules if rule.scope == "common"]
+    if topology.pp == 1:
+        return {"top": (source.prefix, 0, top), "common": ("", 0, common)}
+    first = source.model.family.embeddings
+    return {
+        "embed": (source.prefix, 0, [rule for rule in top if rule.name in first]),
+        "head": (source.prefix, topology.pp - 1, [rule for rule in top if rule.name not in first]),
+        "common": ("", 0, common),
+    }
 
 
 def _plain(source: Source, rule: Rule, prefix: str, topology: Topology, seen: set[str]) -> list[PlainTensor]:

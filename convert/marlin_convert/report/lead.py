@@ -41,6 +41,8 @@ def _to_run(outcome: Outcome, found: Sequence[ReportedFinding], manifest: Manife
     again = f"marlin-convert convert SOURCE {shlex.quote(out)} --tp {manifest.tp} --ep {manifest.ep}"
     if manifest.parallel.attn_tp is not None:
         again += f" --attn-tp {manifest.parallel.attn_tp}"
+    if manifest.parallel.pp > 1:
+        again += f" --pp {manifest.parallel.pp}"
     if not manifest.complete:
         again += "   # and its --layers and --ranks"
     return commands(*lines, again, about.command)

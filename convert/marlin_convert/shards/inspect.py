@@ -47,6 +47,8 @@ def describe_folder(out: Path) -> InspectedFolder:
         group_size=manifest.group_size,
         tp=manifest.tp,
         ep=manifest.ep,
+        attn_tp=manifest.parallel.attn_tp or manifest.tp,
+        pp=manifest.parallel.pp,
         ranks=manifest.ranks,
         layers=manifest.layers,
         complete=manifest.complete and not lost,

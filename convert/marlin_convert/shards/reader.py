@@ -16,7 +16,7 @@ import numpy.typing as npt
 from marlin_convert.arguments import refuse_odd
 from marlin_convert.checkpoint.header import Header, read_header
 from marlin_convert.documents.manifest import FusedTensor, Manifest, Shard, StoredTensor
-from marlin_convert.documents.rank_manifest import read_rank_manifest
+from marlin_convert.documents.rank_manifest import of_stage, read_rank_manifest
 from marlin_convert.errors import OutputError, SourceError, UsageError
 from marlin_convert.slicing import Topology
 from marlin_convert.storage.files import machine_errors, open_regular
@@ -221,16 +221,20 @@ class Shards:
 
 
 def open_shards(
-    out: str | os.PathLike[str], rank: int | None = 0, manifest: Manifest | None = None
+    out: str | os.PathLike[str],
+    rank: int | None = 0,
+    manifest: Manifest | None = None,
+    stage: int | None = None,
 ) -> Shards:
-    """Open a rank of a converted folder (None: common/); its manifest is read unless it is given, the rank's
-    own where it has one.
+    """Open a rank of a converted folder (None: common/), of one pipeline stage (None: of all). Its manifest
+    is read unless it is given, the rank's own where it has one.
 
-    Raises OutputError, or UsageError for a rank that is not there.
+    Raises OutputError, or UsageError for a rank or a stage that is not there.
     """
-    refuse_odd(places={"out": out}, least=0, rank=rank)
+    refuse_odd(places={"out": out}, least=0, rank=rank, stage=stage)
     folder = Path(out)
-    manifest = manifest or read_rank_manifest(folder, rank)
+    manifest = manifest or read_rank_manifest(folder, rank, stage)
+    manifest = manifest if stage is None else of_stage(manifest, stage)
     if rank is not None and rank not in manifest.ranks:
         raise UsageError(f"{out} has no rank {rank}; it has {', '.join(map(str, manifest.ranks))}")
     shards = [shard for shard in manifest.shards if shard.rank == rank]

@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from marlin_convert.slicing import Rank, Topology
 from marlin_convert.storage.files import PAGE
@@ -190,15 +190,24 @@ def header_bytes(layout: FileLayout, metadata: dict[str, str], start: int) -> by
 
 
 def format_version(topology: Topology) -> Literal[1, 2]:
-    """2 where attention is split apart, which a loader of version 1 would misread."""
-    return 1 if topology.attn_tp is None else 2
+    """2 where attention is split apart or there are stages, which a loader of version 1 would misread."""
+    return 1 if topology.attn_tp is None and topology.pp == 1 else 2
+
+
+class Place(NamedTuple):
+    """Which file it is: of what rank (None: common/), of what layer, by its number or name, and stage."""
+
+    rank: Rank
+    layer: str
+    stage: int = 0
 
 
 def metadata_of(
-    source_id: str, layout_id: str, topology: Topology, rank: Rank, layer: str, experts: range
+    source_id: str, layout_id: str, topology: Topology, place: Place, experts: range
 ) -> dict[str, str]:
-    """The identity of a file; `rank` None is common/."""
+    """The identity of a file."""
     apart = {} if topology.attn_tp is None else {"attn_tp": str(topology.attn_tp)}
+    apart |= {} if topology.pp == 1 else {"pp": str(topology.pp), "stage": str(place.stage)}
     return {
         "format": FORMAT,
         "format_version": str(format_version(topology)),
@@ -207,7 +216,7 @@ def metadata_of(
         "tp": str(topology.tp),
         "ep": str(topology.ep),
         **apart,
-        "rank": "common" if rank is None else str(rank),
-        "layer": layer,
+        "rank": "common" if place.rank is None else str(place.rank),
+        "layer": place.layer,
         "expert_range": f"{experts.start}:{experts.stop}" if experts else "0:0",
     }

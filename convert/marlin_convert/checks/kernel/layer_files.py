@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from marlin_convert.assemble import assemble_expert, read_pieces
 from marlin_convert.checkpoint.source import Source
-from marlin_convert.checks.findings import Finding
+from marlin_convert.checks.findings import Finding, on_some_rank
 from marlin_convert.checks.split import Split
 from marlin_convert.layout.protocol import PROJECTIONS, ExpertShape, Layout, Role
 from marlin_convert.storage.buffers import Bytes
@@ -93,7 +93,7 @@ def originals_restored(
         return [restore(stored, ranks, experts, i) for i in range(len(experts))]
 
     def restore(stored: list[dict[str, Bytes]], ranks: range, experts: range, i: int) -> Original:
-        expert, path = experts[i], f"rank-*/layer-{files.layer:03d}.safetensors"
+        expert, path = experts[i], on_some_rank(files.path(ranks[0]))
         slices = [{name: data.reshape(len(experts), -1)[i] for name, data in each.items()} for each in stored]
         matrices, dirty = assemble_expert(files.layout, files.shape, slices)
         for index in sorted(dirty):

@@ -87,7 +87,7 @@ def verify_kernel(
         rank: open_shards(folder, rank, manifest)
         for rank in (manifest.ranks if opened is None else scope.ranks)
     }
-    steps, size = scope.steps(manifest, Split.of(manifest.parallel, model.experts))
+    steps, size = scope.steps(manifest, Split.of(manifest.parallel, model))
     stage = "running the kernel's model" if report.model else "running the kernel"
     tally = Tally(stage, steps * size * len(units), [unit.name for unit in units], progress)
     for unit in units:
@@ -146,7 +146,7 @@ def manifest_files(
     """A layer of a finished folder, as an engine would open it."""
     paths = {shard.rank: shard.path for shard in manifest.shards if shard.unit == unit.name}
     prefix = next(origin.tensor for origin in unit.tensors if origin.rule == "experts").rpartition(".")[0]
-    split = Split.of(manifest.parallel, model.experts)
+    split = Split.of(manifest.parallel, model)
     return LayerFiles(
         layer=unit.layer or 0,
         prefix=prefix,
