@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -150,16 +151,66 @@ def test_a_unit_that_is_cut_evenly_may_still_not_be_cut(sparse: Sparse) -> None:
     assert (
         message
         == "--tp 4 does not divide language_model.model.layers.0.self_attn.q_b_proj.weight: 6 heads of 48;"
-        " choose a tp that does; with --ep 1, --tp 1, 2 would do"
+        " choose a tp that does; with --ep 1, --tp 1, 2 would do; with --tp 4 --ep 1, --attn-tp 1, 2 would do"
     )
 
 
-def test_what_would_do_is_offered(sparse: Sparse) -> None:
-    source = sparse()
-    said = refused(UsageError, source, tp=3)
-    assert said.endswith("by moe_tp = 3 (moe_tp is tp / ep); with --ep 1, --tp 1, 2, 4, 8 would do")
-    for tp in (1, 2, 4, 8):
-        assert plan_output(source, Options(tp)).topology.tp == tp
+#: what is asked for, what the checkpoint has, and what is offered
+OFFERS: list[tuple[dict[str, int], dict[str, int], list[str]]] = [
+    ({"tp": 3}, {}, ["with --ep 1, --tp 1, 2, 4, 8 would do"]),
+    # attention beyond its 8 heads: fewer ranks, or fewer slices of it
+    (
+        {"tp": 16},
+        {},
+        ["with --ep 1, --tp 1, 2, 4, 8 would do", "with --tp 16 --ep 1, --attn-tp 1, 2, 4, 8 would do"],
+    ),
+    # slices of 16 cut a group of 32: no attention helps, and more groups of experts run out of heads
+    ({"tp": 32}, {}, ["with --ep 1, --tp 1, 2, 4, 8 would do"]),
+    (
+        {"tp": 32, "attn_tp": 8},
+        {},
+        [
+            "with --ep 1 --attn-tp 8, --tp 8, 16 would do",
+            "with --tp 32 --attn-tp 8, --ep 2, 4, 8, 16 would do",
+        ],
+    ),
+    # 128 slices of an expert
+    (
+        {"tp": 128, "attn_tp": 8},
+        {},
+        ["with --ep 1 --attn-tp 8, --tp 8, 16 would do", "with --tp 128 --attn-tp 8, --ep 8, 16 would do"],
+    ),
+    ({"tp": 8, "ep": 3}, {}, ["with --tp 8, --ep 1, 2, 4, 8 would do"]),
+    ({"tp": 8, "ep": 8}, {"experts": 12}, ["with --tp 8, --ep 1, 2, 4 would do"]),
+    ({"tp": 8, "attn_tp": 3}, {}, ["with --tp 8 --ep 1, --attn-tp 1, 2, 4, 8 would do"]),
+    # rows of the embedding are cut by all ranks
+    ({"tp": 4}, {"vocab": 514}, ["with --ep 1, --tp 1, 2 would do"]),
+    # a dense layer is cut like attention
+    (
+        {"tp": 8},
+        {"intermediate": 516},
+        ["with --ep 1, --tp 1, 2, 4 would do", "with --tp 8 --ep 1, --attn-tp 1, 2, 4 would do"],
+    ),
+    # no other value of one flag would do
+    ({"tp": 15, "ep": 5}, {}, ["with --ep 1, --tp 1, 2, 4, 8 would do"]),
+    ({"tp": 1}, {"hidden": 192}, []),
+]
+
+
+@pytest.mark.parametrize(("asked", "dims", "offers"), OFFERS, ids=str)
+def test_what_would_do_is_offered(
+    sparse: Sparse, asked: dict[str, int], dims: dict[str, int], offers: list[str]
+) -> None:
+    """And does, each of it."""
+    source = sparse(**dims)
+    said = refused(UsageError, source, **asked)
+    assert [part for part in said.split("; ") if part.endswith("would do")] == offers
+    for offer in offers:
+        *others, (name, values) = re.findall(r"--([a-z-]+) ([\d, ]+?)(?=[, ]+--| would)", offer)
+        for value in values.split(", "):
+            pairs = [*others, (name, value)]
+            options: dict[str, Any] = {flag.replace("-", "_"): int(number) for flag, number in pairs}
+            assert plan_output(source, Options(**options)).topology.tp == options["tp"]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from marlin_convert.arguments import refuse_odd
 from marlin_convert.checkpoint.source import Source
@@ -14,7 +15,8 @@ from marlin_convert.errors import SourceError, UsageError
 from marlin_convert.layout import DEFAULT_LAYOUT, get_layout, known_layouts
 from marlin_convert.layout.protocol import ExpertShape, Layout, StackedTensor
 from marlin_convert.models.family import rules_digest
-from marlin_convert.planning.units import SourceUnit, source_units
+from marlin_convert.planning.offers import offers_of
+from marlin_convert.planning.units import SourceUnit, check_tensors, source_units
 from marlin_convert.slicing import Topology
 from marlin_convert.storage.shard_file import (
     FileLayout,
@@ -29,8 +31,6 @@ from marlin_convert.storage.shard_file import (
 
 #: the length of a real source id; plans made before the source is sampled stand in this
 NO_ID = "0" * 32
-#: what is offered in place of a tp that cannot be
-POSSIBLE = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
@@ -186,16 +186,15 @@ def plan_output(source: Source, options: Options) -> OutputPlan:
     cannot be met.
     """
     try:
-        return _plan(source, options)
+        made, units = _plan(source, options)
     except UsageError as error:
         asked = replace(options, layers=None, ranks=None)
         if options.layout not in known_layouts() or (options != asked and _works(source, asked)):
             raise  # it is not for the split
-        works = [tp for tp in POSSIBLE if _works(source, replace(asked, tp=tp))]
-        flags = f"--ep {options.ep}" + (f" --attn-tp {options.attn_tp}" if options.attn_tp else "")
-        flags += f" --pp {options.pp}" if options.pp > 1 else ""
-        offer = f"with {flags}, --tp {', '.join(map(str, works))} would do" if works else ""
-        raise UsageError(f"{error}; {offer}" if offer else str(error)) from error
+        offers = offers_of(asked, partial(_works, source))
+        raise UsageError("; ".join([str(error), *offers])) from error
+    check_tensors(source, units)
+    return made
 
 
 def _works(source: Source, options: Options) -> bool:
@@ -207,7 +206,8 @@ def _works(source: Source, options: Options) -> bool:
     return True
 
 
-def _plan(source: Source, options: Options) -> OutputPlan:
+def _plan(source: Source, options: Options) -> tuple[OutputPlan, list[SourceUnit]]:
+    """The plan, and all units of the source, which are not all in it."""
     topology = Topology.of(options.tp, options.ep, options.attn_tp, options.pp)
     layout, model = get_layout(options.layout), source.model
     if model.experts % topology.ep:
@@ -218,15 +218,15 @@ def _plan(source: Source, options: Options) -> OutputPlan:
         raise UsageError(f"--tp {topology.tp} --ep {topology.ep}: {reason}{words}")
     ranks = _scope("rank", options.ranks, topology.tp)
     layers = _scope("layer", options.layers, model.layers)
-    whole = source_units(source, topology)
+    every = source_units(source, topology)
     units = [
         _unit(unit, layout, shape, topology, model.experts // topology.ep, ranks)
-        for unit in whole
+        for unit in every
         if _in_scope(unit, options.layers, layers)
     ]
     _refuse_more_than_documents_hold(units)
     complete = len(ranks) == topology.tp and options.layers is None
-    return OutputPlan(
+    made = OutputPlan(
         options=options,
         topology=topology,
         layout=layout,
@@ -237,8 +237,9 @@ def _plan(source: Source, options: Options) -> OutputPlan:
         layers=layers,
         complete=complete,
         rules=rules_digest(model.rules),
-        stages=tuple(_stage(whole, stage) for stage in range(topology.pp)) if topology.pp > 1 else (),
+        stages=tuple(_stage(every, stage) for stage in range(topology.pp)) if topology.pp > 1 else (),
     )
+    return made, every
 
 
 def _stage(units: Sequence[SourceUnit], stage: int) -> PipelineStage:
@@ -306,9 +307,10 @@ def _unit(
     except ValueError as error:
         raise SourceError(f"{unit.name}: {error}") from error
     file_ranks: tuple[int | None, ...] = (None,) if unit.name == "common" else ranks
+    # no rank's header is longer than the last one's, which has the largest numbers, or that of common/
     metadatas = [
         _metadata(NO_ID, layout, topology, unit, rank, local_experts * topology.ep)
-        for rank in (None, *range(topology.tp))
+        for rank in (None, topology.tp - 1)
     ]
     return OutputUnit(
         unit,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal, NamedTuple
@@ -94,12 +94,12 @@ def expert_tensors(prefix: str, expert: int, shape: ExpertShape) -> Iterator[Exp
 
 
 def source_units(source: Source, topology: Topology) -> list[SourceUnit]:
-    """The units of a checkpoint, every tensor of it in exactly one of them.
+    """The units of a checkpoint, every tensor of it in exactly one of them: `check_tensors` sees to that.
 
-    Raises SourceError for a missing, unknown or misshapen tensor (from headers alone), UsageError where a
-    rule cannot cut a tensor for these ranks.
+    Raises SourceError for a missing or misshapen tensor that keeps its name (from headers alone), UsageError
+    where a rule cannot cut a tensor for these ranks.
     """
-    model, seen, units = source.model, set[str](), []
+    model, units = source.model, []
     stages = _stages(model, topology)
     for stage, layer in ((stage, layer) for stage, layers in enumerate(stages) for layer in layers):
         kind = "moe" if layer in model.moe_layers else "dense"
@@ -108,16 +108,25 @@ def source_units(source: Source, topology: Topology) -> list[SourceUnit]:
         for rule in (rule for rule in model.rules if rule.scope in ("layer", kind)):
             if rule.kind == "experts":
                 experts_at, experts_prefix = len(plain), source.layer_prefix(layer) + rule.name
-                _check_experts(source, experts_prefix, seen)
             else:
-                plain += _plain(source, rule, source.layer_prefix(layer), topology, seen)
+                plain += _plain(source, rule, source.layer_prefix(layer), topology)
         units.append(SourceUnit(f"layer-{layer:03d}", layer, tuple(plain), stage, experts_at, experts_prefix))
     for name, (prefix, stage, rules) in _beside_layers(source, topology).items():
         if rules:
-            found = tuple(tensor for rule in rules for tensor in _plain(source, rule, prefix, topology, seen))
+            found = tuple(tensor for rule in rules for tensor in _plain(source, rule, prefix, topology))
             units.append(SourceUnit(name, None, found, stage))
-    _refuse_unknown(source, seen)
     return units
+
+
+def check_tensors(source: Source, units: Sequence[SourceUnit]) -> None:
+    """Raise SourceError for a tensor of a routed expert that is missing or misshapen, or one that is in no
+    unit. It is the same for all splits, and most of the work.
+    """
+    seen = {tensor.name for unit in units for tensor in unit.plain}
+    for unit in units:
+        if unit.experts_prefix is not None:
+            _check_experts(source, unit.experts_prefix, seen)
+    _refuse_unknown(source, seen)
 
 
 def _stages(model: ModelConfig, topology: Topology) -> list[range]:
@@ -147,7 +156,7 @@ def _beside_layers(source: Source, topology: Topology) -> dict[str, tuple[str, i
     }
 
 
-def _plain(source: Source, rule: Rule, prefix: str, topology: Topology, seen: set[str]) -> list[PlainTensor]:
+def _plain(source: Source, rule: Rule, prefix: str, topology: Topology) -> list[PlainTensor]:
     name = prefix + rule.name
     found = source.tensors.get(name)
     if found is None:
@@ -156,7 +165,6 @@ def _plain(source: Source, rule: Rule, prefix: str, topology: Topology, seen: se
         raise SourceError(
             f"{name} is missing: no weight file of the checkpoint has it; fetch the checkpoint again"
         )
-    seen.add(name)
     entry, dims = found.entry, source.model.dims
     shape = None if rule.shape is None else tuple(dims[size] for size in rule.shape)
     if shape is None and len(entry.shape) == 1:
