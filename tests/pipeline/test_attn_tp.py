@@ -23,6 +23,7 @@ from marlin_convert.errors import UsageError
 from whole import assert_as_the_oracle_says, is_of_attention
 
 Make = Callable[..., Checkpoint]
+CUT = (*trees.ROWS, *trees.COLUMNS)
 SPLITS = [(4, 1, 2), (4, 4, 1), (8, 2, 4), (4, 2, 2)]
 
 
@@ -108,7 +109,7 @@ def test_another_split_does_not_continue(make: Make, tmp_path: Path) -> None:
 
 
 def test_an_engine_gets_every_tensor_whole(apart: Path, make: Make) -> None:
-    """One that cuts attention in any way takes its slice out of it."""
+    """One that cuts attention in any way takes its slice out of it. What two ranks have is read of one."""
     device, source = torch.device("cpu"), make()
     for rank in (0, 3):
         weights = ShardWeights(open_shards(apart, rank), device, "auto", verify=True)
@@ -119,6 +120,9 @@ def test_an_engine_gets_every_tensor_whole(apart: Path, make: Make) -> None:
             stored = tensor.view(torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32)
             np.testing.assert_array_equal(stored.numpy(), expected.view(stored.numpy().dtype))
         assert {name for name in source.tensors if ".mlp.experts." not in name} == set(found)
+        sizes = {name: made.nbytes for name, made in source.tensors.items() if name.endswith(CUT)}
+        lacking = sum(size // 2 if is_of_attention(name) else size * 3 // 4 for name, size in sizes.items())
+        assert 0 <= weights.bytes["other ranks"] - lacking < 4096 * len(sizes)
 
 
 # Mistakes, with every digest made to fit.
@@ -127,11 +131,10 @@ def test_an_engine_gets_every_tensor_whole(apart: Path, make: Make) -> None:
 def attention_of(path: Path) -> list[tuple[str, int, int]]:
     """Name, place and size of each tensor that follows the attention's split and is cut."""
     shard = trees.read_shard(path)
-    endings = (*trees.ROWS, *trees.COLUMNS)
     return [
         (name, shard.start + begin, size)
         for name, _, _, begin, size in shard.entries
-        if name.endswith(endings) and is_of_attention(name)
+        if name.endswith(CUT) and is_of_attention(name)
     ]
 
 
@@ -205,6 +208,12 @@ def test_the_command(make: Make, tmp_path: Path, command: Callable[..., tuple[in
     line = (source, out, "--tp", 4, "--attn-tp", 2)
     code, stdout, _ = command("plan", *line, "--json")
     assert (code, json.loads(stdout)["attn_tp"]) == (0, 2)
+    assert "\nattention and dense layers: 2 slices, rank r has slice r % 2\n" in command("plan", *line)[1]
+    assert "attn_tp=2" in repr(plan(source, tp=4, attn_tp=2))
     assert command("convert", *line)[0] == 0
-    assert command("verify", out)[0] == 0
+    report = tmp_path / "report"
+    assert command("verify", out, "--report", report)[0] == 0
+    assert "tp 4, ep 1, attn-tp 2" in (report / "verify.html").read_text()
+    assert json.loads(command("inspect", out, "--json")[1])["attn_tp"] == 2
+    assert "\nattn tp: 2\n" in command("inspect", out)[1]
     assert "attn-tp 2" in (out / "README.md").read_text()

@@ -115,6 +115,8 @@ def _show_group(made: OutputPlan, group: Sequence[OutputUnit], every: bool) -> N
 def _show_totals(report: PlanReport) -> None:
     """Padding, source, sizes, and what there is to note."""
     made = report.output
+    if (slices := made.topology.attn_tp) is not None:
+        output.result(f"attention and dense layers: {slices} slices, rank r has slice r % {slices}")
     if (padding := made.padding) is not None:
         output.result(
             f"padding: the experts' slice of {padding.moe_intermediate} is padded to {padding.padded} with"

@@ -104,8 +104,7 @@ class ShardWeights:
             for tensor in shard.tensors
             if tensor.name in wanted
             and tensor.experts is None
-            # of what is not cut, this rank's copy is enough
-            and (shard.rank in (None, self.shards.rank) or wanted[tensor.name].axis is not None)
+            and self._wants(shard.rank, wanted[tensor.name])
         ]
         plan = plan_reads([Piece(shard.path, tensor.offset, tensor.size) for _, shard, tensor in placed])
         memory = torch.empty(plan.size, dtype=torch.uint8, device=self.device)
@@ -130,6 +129,21 @@ class ShardWeights:
             staged.setdefault(stored.name, {})[shard.rank] = tensor
         return staged
 
+    def _cut(self, origin: Origin) -> Cut:
+        if origin.axis is None:
+            return Cut()
+        return Cut(origin.axis, self.manifest.parallel.slices(origin), origin.replicas)
+
+    def _wants(self, rank: int | None, origin: Origin) -> bool:
+        """Whether a rank's part is read: this one's own, and each slice that it lacks of one rank, the first
+        that holds it.
+        """
+        own, cut = self.shards.rank, self._cut(origin)
+        if rank in (None, own):
+            return True
+        index = cut.index(rank)
+        return index != cut.index(own) and rank == index * cut.replicas
+
     def _copy(self, ranges: Sequence[tuple[Placed, Range]]) -> None:
         for (reader, _, _), wanted in ranges:
             whose = {self.shards.rank: "rank", None: "common"}.get(reader.rank, "other ranks")
@@ -140,11 +154,10 @@ class ShardWeights:
         """A tensor as its source has it, out of the slices that were read."""
         rank = self.shards.rank
         own = slices[rank] if rank in slices else slices[None]
-        parts = self.manifest.parallel.slices(origin) if origin.axis is not None else 1
-        if parts == 1:
+        cut = self._cut(origin)
+        if cut.parts == 1:
             return own
-        cut = Cut(origin.axis, parts, origin.replicas)
-        shape = [size * parts if axis == origin.axis else size for axis, size in enumerate(own.shape)]
+        shape = [size * cut.parts if axis == origin.axis else size for axis, size in enumerate(own.shape)]
         full = own.new_full(shape, NAN)
         for holder, part in slices.items():
             block = cut.block(shape, cut.index(holder))

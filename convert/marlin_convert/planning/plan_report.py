@@ -40,8 +40,9 @@ class PlanReport:
     def __repr__(self) -> str:
         made = self.output
         return (
-            f"PlanReport({self.source.label!r}, tp={made.topology.tp}, ep={made.topology.ep}, units="
-            f"{len(made.units)}, bytes={made.total_bytes}, refusal={self.refusal!r})"
+            f"PlanReport({self.source.label!r}, tp={made.topology.tp}, ep={made.topology.ep},"
+            f" attn_tp={made.topology.attn_tp or made.topology.tp}, units={len(made.units)},"
+            f" bytes={made.total_bytes}, refusal={self.refusal!r})"
         )
 
     def document(self) -> Plan:

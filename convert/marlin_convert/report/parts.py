@@ -51,7 +51,7 @@ def of_what(manifest: Manifest, *more: tuple[str, Content]) -> Html:
     return facts(
         *more,
         ("layout", manifest.layout_id),
-        ("split", f"tp {manifest.tp}, ep {manifest.ep}"),
+        ("split", f"tp {manifest.tp}, ep {manifest.ep}, attn-tp {manifest.parallel.attn_tp or manifest.tp}"),
         ("checked while converting", manifest.checks),
         ("source", f"{source.tensors:,} tensors, id {source.id}"),
         ("published as", named),
