@@ -149,6 +149,13 @@ def rewrite_manifest(out: Path, change: Callable[[trees.Document], object]) -> N
     (out / "manifest.json").write_bytes(trees.seal(document))
 
 
+def test_a_rank_manifest_that_says_something_else_is_a_difference(whole: Whole, tmp_path: Path) -> None:
+    """Loaders read it in place of the whole one."""
+    name = "rank-01-of-02/manifest.json"
+    out = forged(whole(2, 1), tmp_path / "out", lambda out: (out / name).write_bytes(b"{}"))
+    assert diff(whole(2, 1), out).parts == (DifferingPart(name, "differs"),)
+
+
 def test_another_tokenizer_is_another_model(whole: Whole, tmp_path: Path) -> None:
     """In the same split and in another."""
     out = forged(whole(2, 1), tmp_path / "out", lambda out: (out / "tiktoken.model").write_bytes(b"other"))

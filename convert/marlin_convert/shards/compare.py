@@ -56,7 +56,8 @@ def _by_shards(
 ) -> tuple[int, list[DifferingPart]]:
     blobs = _expert_digests(folders[0], manifests[0]), _expert_digests(folders[1], manifests[1])
     compared = {shard.path for manifest in manifests for shard in manifest.shards}
-    return len(compared), [*_shards(manifests, blobs), *_files(manifests), *_keys(manifests)]
+    parts = [*_shards(manifests, blobs), *_files(manifests), *_keys(manifests)]
+    return len(compared), parts or list(_rank_manifests(manifests))
 
 
 def _by_sources(
@@ -170,6 +171,14 @@ def _files(manifests: tuple[Manifest, Manifest]) -> Iterator[DifferingPart]:
             continue
         if what := _differs(a, b):
             yield DifferingPart(path, what)
+
+
+def _rank_manifests(manifests: tuple[Manifest, Manifest]) -> Iterator[DifferingPart]:
+    """They say what the whole ones say, so where these agree, they must."""
+    named = [{file.path: file.digest for file in manifest.files} for manifest in manifests]
+    for path, a, b in _pairs(*named):
+        if path.endswith(f"/{MANIFEST_NAME}") and a and b and a != b:
+            yield DifferingPart(path, DIFFERS)
 
 
 def _keys(manifests: tuple[Manifest, Manifest]) -> Iterator[DifferingPart]:
