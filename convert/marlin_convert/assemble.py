@@ -135,20 +135,21 @@ def assemble_expert(
     slices: Sequence[Mapping[str, Bytes] | None],
     fill: Callable[[str, Role], Bytes] | None = None,
     space: Bytes | None = None,
-) -> tuple[Matrices, set[int]]:
+) -> tuple[Matrices, dict[int, tuple[str, ...]]]:
     """The published matrices of one expert, from its stored bytes: per slice in order, the bytes of each
     stacked tensor by name. Slices that are not there (None) come from `fill(projection, role)`, a whole
     source matrix; without that they are zero. The matrices lie in `space`, page-aligned and of at least
     `matrices_size` bytes (None: memory of their own).
 
-    Also returns the slices whose padding is not zero; what they hold of the matrices means nothing.
+    Also returns the slices whose padding is not zero, with the projections that it is of; what they hold of
+    the matrices means nothing.
     """
     stacked = layout.stacked(shape)
     matrices = _matrices(shape, aligned_buffer(matrices_size(shape)) if space is None else space)
     if None in slices:
         for (projection, role), matrix in matrices.items():
             matrix[:] = 0 if fill is None else fill(projection, role).reshape(matrix.shape)
-    dirty = set()
+    dirty = {}
     for index, pieces in enumerate(slices):
         if pieces is None:
             continue
@@ -162,8 +163,8 @@ def assemble_expert(
             (projection, role): _slice_of(matrix.view(ELEMENT[role]), projection, index, len(slices))
             for (projection, role), matrix in matrices.items()
         }
-        if layout.unpack(shape, ExpertSlice(source, stored)):
-            dirty.add(index)
+        if projections := layout.unpack(shape, ExpertSlice(source, stored)):
+            dirty[index] = projections
     return matrices, dirty
 
 

@@ -97,19 +97,42 @@ def test_one_value_names_expert_and_rank_of_its_group(
     assert [(f.layer, f.expert, f.projection, f.rank) for f in found(out)] == [(1, expert, "down_proj", rank)]
 
 
-def test_padding_that_is_not_zero(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Slices of 32, padded to 64. Not to be changed."""
+    folder = tmp_path_factory.mktemp("padded")
+    checkpoint = make_small(folder / "checkpoint", layers=2, experts=2, moe_intermediate=256, vt_layers=1)
+    convert(str(checkpoint.folder), folder / "out", tp=8, threads=2)
+    return folder / "out"
+
+
+@pytest.mark.parametrize("resealed", [False, True])
+@pytest.mark.parametrize(
+    ("name", "row", "column", "projection"),
+    [
+        # by the format page: outputs 32 to 63 are of warps 2 and 3, their scales in columns 8i + 4 to 8i + 7
+        ("w13_weight_packed", 0, 2, "gate_proj"),
+        ("w13_weight_packed", 15, 128 + 127, "up_proj"),
+        ("w13_weight_scale", 0, 4, "gate_proj"),
+        ("w13_weight_scale", 7, 64 + 63, "up_proj"),
+        # inputs 32 to 63 are k-tiles 2 and 3, and the second group
+        ("w2_weight_packed", 2, 0, "down_proj"),
+        ("w2_weight_scale", 1, 255, "down_proj"),
+    ],
+)
+def test_padding_that_is_not_zero(
+    padded: Path, tmp_path: Path, name: str, row: int, column: int, projection: str, resealed: bool
+) -> None:
     """Padding stands for no source value, so nothing but itself can tell."""
-    checkpoint = make_small(tmp_path / "checkpoint", layers=2, experts=2, moe_intermediate=256, vt_layers=1)
-    out = tmp_path / "out"
-    convert(str(checkpoint.folder), out, tp=8, threads=2)
-    path, offset, size, _ = place(out, 5, 1, "mlp.experts.w2_weight_packed", tp=8)
-    flip(path, offset + size - 1)  # the last k-tile of the last expert: channels 48 to 63 of 32
-    for resealed in (False, True):
-        if resealed:
-            trees.reseal(out)
-        findings = found(out)
-        assert {(f.layer, f.expert, f.rank) for f in findings} == {(1, 1, 5)}
-        assert any("padding is not zero" in f.what for f in findings)
+    out = shutil.copytree(padded, tmp_path / "out")
+    path, offset, size, (experts, rows, columns) = place(out, 5, 1, f"mlp.experts.{name}", tp=8)
+    width = size // (experts * rows * columns)
+    flip(path, offset + size // experts + (row * columns + column) * width)
+    if resealed:
+        trees.reseal(out)
+    findings = found(out)
+    assert {(f.layer, f.expert, f.rank) for f in findings} == {(1, 1, 5)}
+    assert [f.projection for f in findings if "padding is not zero" in f.what] == [projection]
 
 
 # Plain tensors.

@@ -19,7 +19,7 @@ import trees
 from checkpoints import Checkpoint, expected_plain
 from marlin_convert import convert, open_shards, plan, verify
 from marlin_convert.engines.weights import ShardWeights
-from marlin_convert.errors import UsageError
+from marlin_convert.errors import OutputError, UsageError
 from whole import assert_as_the_oracle_says, is_of_attention
 
 Make = Callable[..., Checkpoint]
@@ -83,6 +83,17 @@ def test_shared_heads_follow_the_attention(tmp_path: Path) -> None:
         for rank in range(8):
             np.testing.assert_array_equal(held[rank], held[rank // 2 % 2 * 2])
         assert not np.array_equal(held[0], held[2])
+
+
+def test_a_shard_of_another_attn_tp_is_refused(apart: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(apart, tmp_path / "out")
+    trees.rewrite_header(
+        out / "rank-01-of-04" / "layer-001.safetensors",
+        lambda header: header["__metadata__"].update(attn_tp="1"),
+    )
+    shards = open_shards(out, 1)
+    with pytest.raises(OutputError, match="its header says attn_tp 1, in this place it must be 2"):
+        shards[shards.names("layer-001")[0]]
 
 
 @pytest.mark.parametrize("attn_tp", [3, 8, 0])

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import trees
 from marlin_convert import open_shards
 from marlin_convert.errors import OutputError, UsageError
 
@@ -51,6 +52,28 @@ def test_exchanged_layers_are_refused(copied: Path) -> None:
             shards[shards.names("layer-001")[0]]
         _exchange(one, other)
     assert shards[shards.names("layer-001")[0]].size
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "right"),
+    [
+        ("format_version", "2", "1"),
+        ("layout", "another", "moe_wna16_marlin.u4b8"),
+        ("tp", "4", "2"),
+        ("ep", "2", "1"),
+        ("expert_range", "2:6", "0:4"),
+    ],
+)
+def test_a_shard_of_another_split_is_refused(copied: Path, key: str, value: str, right: str) -> None:
+    """Of the same source, rank, layer and size it may be."""
+    trees.rewrite_header(
+        copied / "rank-01-of-02" / "layer-001.safetensors",
+        lambda header: header["__metadata__"].update({key: value}),
+    )
+    shards = open_shards(copied, 1)
+    with pytest.raises(OutputError, match=f"its header says {key} {value}, in this place it must be {right}"):
+        shards[shards.names("layer-001")[0]]
+    assert shards[shards.names("layer-000")[0]].size
 
 
 def _exchange(one: Path, other: Path) -> None:

@@ -129,8 +129,9 @@ class ExpertCheck:
         )
         self.report.count_values(count_values(matrices, expert))
         dirty = {owners[index] for index in unclean}
-        for rank in sorted(dirty):
-            self._add(expert, None, rank, "the padding is not zero")
+        for index, projections in unclean.items():
+            for projection in projections:
+                self._add(expert, projection, owners[index], "the padding is not zero")
         explained: set[Key] = set()
         for (projection, role), matrix in matrices.items():
             expected, found = self.published.digest(self._name(expert, projection, role)), digest(matrix)

@@ -21,7 +21,7 @@ from marlin_convert.errors import OutputError, SourceError, UsageError
 from marlin_convert.slicing import Topology
 from marlin_convert.storage.files import machine_errors, open_regular
 from marlin_convert.storage.reads import ShortFileError, read_bytes, read_exactly
-from marlin_convert.storage.shard_file import is_filler
+from marlin_convert.storage.shard_file import is_filler, metadata_of
 
 Array = npt.NDArray[np.generic]
 
@@ -196,9 +196,17 @@ class Shards:
         return descriptor
 
     def _refuse_other(self, shard: Shard, header: Header) -> None:
-        rank = "common" if shard.rank is None else str(shard.rank)
+        """Raise OutputError for a file that was made for another place or another split: of these even the
+        size may be the same.
+        """
+        manifest, rank = self.manifest, shard.rank
+        topology = Topology(manifest.tp, manifest.ep, manifest.parallel.attn_tp)
+        local = next((tensor.shape[0] for tensor in shard.tensors if tensor.experts is not None), 0)
+        first = topology.ep_rank(rank or 0) * local
         layer = shard.unit.removeprefix("layer-").lstrip("0") or "0"
-        for key, expected in (("rank", rank), ("layer", layer), ("source", self.manifest.source_id)):
+        for key, expected in metadata_of(
+            manifest.source_id, manifest.layout_id, topology, rank, layer, range(first, first + local)
+        ).items():
             if (found := header.metadata.get(key)) != expected:
                 raise OutputError(
                     f"{self.out / shard.path}: its header says {key} {found}, in this place it must be"

@@ -96,12 +96,10 @@ def originals_restored(
         expert, path = experts[i], on_some_rank(files.path(ranks[0]))
         slices = [{name: data.reshape(len(experts), -1)[i] for name, data in each.items()} for each in stored]
         matrices, dirty = assemble_expert(files.layout, files.shape, slices)
-        for index in sorted(dirty):
-            report(
-                Finding(
-                    files.path(ranks[index]), "padding is not zero", files.layer, expert, rank=ranks[index]
-                )
-            )
+        for index, projections in dirty.items():
+            for projection in projections:
+                rank, what = ranks[index], "padding is not zero"
+                report(Finding(files.path(rank), what, files.layer, expert, projection, rank))
         for (projection, role), matrix in matrices.items():
             if digests.get(f"{files.prefix}.{expert}.{projection}.{role}") != digest(matrix):
                 what = (
