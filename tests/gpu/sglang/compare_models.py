@@ -11,6 +11,8 @@ import gc
 import json
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import starting
+from marlin_convert.documents.manifest import read_manifest
 
 #: two prompts of one length
 PROMPTS = [[(11 * i + 5) % 1000 for i in range(40)], [(13 * i + 1) % 1000 for i in range(40)]]
@@ -104,24 +107,31 @@ def config_of(path: str) -> Any:
     return ModelConfig.from_server_args(starting.server_args(path))
 
 
-def played(out: str, rank: int) -> Any:
-    """A context in which SGLang takes this process for a rank of the split of OUT."""
-    from sglang.srt.runtime_context import get_parallel
-
-    from marlin_convert.documents.manifest import read_manifest
+@contextmanager
+def played(out: str, rank: int) -> Iterator[None]:
+    """A context in which SGLang takes this process for a rank of the split of OUT; where its attention is
+    split apart, of as many groups of data-parallel attention.
+    """
+    from sglang.srt.runtime_context import get_flags, get_parallel
 
     manifest = read_manifest(Path(out))
-    tp, moe_tp = manifest.tp, manifest.tp // manifest.ep
-    return get_parallel().override(
-        tp_size=tp,
-        tp_rank=rank,
-        attn_tp_size=tp,
-        attn_tp_rank=rank,
-        moe_ep_size=manifest.ep,
-        moe_ep_rank=rank // moe_tp,
-        moe_tp_size=moe_tp,
-        moe_tp_rank=rank % moe_tp,
-    )
+    tp, moe_tp, attn_tp = manifest.tp, manifest.tp // manifest.ep, manifest.parallel.attn_tp or manifest.tp
+    with (
+        get_flags().dp.override(enabled=attn_tp != tp),
+        get_parallel().override(
+            tp_size=tp,
+            tp_rank=rank,
+            attn_tp_size=attn_tp,
+            attn_tp_rank=rank % attn_tp,
+            attn_dp_size=tp // attn_tp,
+            attn_dp_rank=rank // attn_tp,
+            moe_ep_size=manifest.ep,
+            moe_ep_rank=rank // moe_tp,
+            moe_tp_size=moe_tp,
+            moe_tp_rank=rank % moe_tp,
+        ),
+    ):
+        yield
 
 
 def turn_experts_round(model: nn.Module) -> None:
@@ -161,8 +171,7 @@ def main(source: str, out: str, result: str, *splits: str) -> None:
     bench.torch_runner.model = None
     for split in splits:
         config = config_of(split)
-        tp = int(Path(split).name.split("-")[1])
-        for rank in range(tp):
+        for rank in range(read_manifest(Path(split)).tp):
             with played(split, rank):
                 unequal = differences(load("auto", of_source), load("marlin-convert", config))
             found.setdefault("splits", {})[f"{Path(split).name} rank {rank}"] = unequal

@@ -44,13 +44,14 @@ sources() {
     convert "$place/src-$1" "$place/out-2-1-$1" --tp 2
     convert "$place/src-$1" "$place/out-2-2-$1" --tp 2 --ep 2
     convert "$place/src-$1" "$place/out-8-8-$1" --tp 8 --ep 8
+    convert "$place/src-$1" "$place/out-4-2-$1-dp2" --tp 4 --ep 2 --attn-tp 2
 }
 layers() { # two layers of full size, 19.6 GB, and rank 0 of eight, 2.5 GB
     timeout "${LIMIT:-150}" "$python" "$here/make_sources.py" layers "$place/src-layers" || return
     convert "$place/src-layers" "$place/out-8-1-layers" --tp 8 --ranks 0
 }
 for form in flat k26; do
-    [ -e "$place/out-8-8-$form/manifest.json" ] || sources $form &
+    [ -e "$place/out-4-2-$form-dp2/manifest.json" ] || sources $form &
 done
 wait
 say "small checkpoints made and converted"
@@ -76,7 +77,8 @@ for form in flat k26; do
     if [ $form = k26 ]; then kind=server more=', "enable_multimodal": false'; fi
     if wanted model; then
         timeout "${LIMIT:-150}" "$python" "$here/compare_models.py" "$place/src-$form" "$one" "$results/model-$form.json" \
-            "$place/out-2-1-$form" "$place/out-2-2-$form" "$place/out-8-8-$form" > "$results/model-$form.log" 2>&1 &
+            "$place/out-2-1-$form" "$place/out-2-2-$form" "$place/out-8-8-$form" \
+            "$place/out-4-2-$form-dp2" > "$results/model-$form.log" 2>&1 &
     fi
     if wanted engine; then served engine-$form engine $form "$one" "$eager$more"; fi
     if wanted http; then served http-$form $kind $form "$one" "$graphs$more"; fi
