@@ -29,6 +29,14 @@ def ep2(tiny: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.fixture(scope="module")
+def apart(tiny: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For two groups of data-parallel attention, of two ranks each."""
+    out = tmp_path_factory.mktemp("apart") / "out"
+    convert(str(tiny.folder), out, tp=4, attn_tp=2)
+    return out
+
+
 def load(
     engine: FakeSglang, monkeypatch: pytest.MonkeyPatch, served: Path | None = None, **extra: Any
 ) -> Any:
@@ -43,8 +51,14 @@ def experts(model: nn.Module, layer: int = 1) -> Any:
     return model.get_submodule(f"language_model.model.layers.{layer}.mlp.experts")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("split", ["tiny_tp2", "ep2"])
+@pytest.mark.parametrize(
+    ("split", "rank"),
+    [
+        *(("tiny_tp2", rank) for rank in range(2)),
+        *(("ep2", rank) for rank in range(2)),
+        *(("apart", rank) for rank in range(4)),
+    ],
+)
 @pytest.mark.parametrize("verify", [False, True])
 def test_every_parameter_is_the_stored_tensor(
     split: str, rank: int, verify: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
@@ -264,7 +278,7 @@ def test_parts_of_a_conversion(tiny: Checkpoint, tmp_path: Path, monkeypatch: py
         load(engine, monkeypatch)
     engine = FakeSglang(tmp_path / "one", 0)
     engine.parallel.attn_tp_size = 1
-    with pytest.raises(UsageError, match="all ranks is needed"):
+    with pytest.raises(UsageError, match="all ranks are needed"):
         load(engine, monkeypatch)
     convert(str(tiny.folder), tmp_path / "layers", tp=2, layers=[0, 1])
     with pytest.raises(UsageError, match="has 2 of 3 layers; convert again without --layers"):

@@ -134,9 +134,9 @@ def _refuse_parts(out: Path, manifest: Manifest, served: Served) -> None:
     layers = manifest.model["num_hidden_layers"]
     whole = served.whole or manifest.parallel.attn_tp is not None
     if served.rank not in manifest.ranks or (whole and len(manifest.ranks) < manifest.tp):
-        needed = "all ranks" if whole else f"rank {served.rank}"
+        needed = "all ranks are" if whole else f"rank {served.rank} is"
         raise UsageError(
-            f"{out} has the ranks {', '.join(map(str, manifest.ranks))} of {manifest.tp}, {needed} is needed;"
+            f"{out} has the ranks {', '.join(map(str, manifest.ranks))} of {manifest.tp}, {needed} needed;"
             " convert again without --ranks"
         )
     if sorted(manifest.layers) != list(range(layers)):
