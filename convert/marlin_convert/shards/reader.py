@@ -21,7 +21,7 @@ from marlin_convert.errors import OutputError, SourceError, UsageError
 from marlin_convert.slicing import Topology
 from marlin_convert.storage.files import machine_errors, open_regular
 from marlin_convert.storage.reads import ShortFileError, read_bytes, read_exactly
-from marlin_convert.storage.shard_file import is_filler, metadata_of
+from marlin_convert.storage.shard_file import Place, is_filler, metadata_of
 
 Array = npt.NDArray[np.generic]
 
@@ -199,13 +199,15 @@ class Shards:
         """Raise OutputError for a file that was made for another place or another split: of these even the
         size may be the same.
         """
-        manifest, rank = self.manifest, shard.rank
-        topology = Topology(manifest.tp, manifest.ep, manifest.parallel.attn_tp)
+        manifest, parallel = self.manifest, self.manifest.parallel
+        topology = Topology(manifest.tp, manifest.ep, parallel.attn_tp, parallel.pp)
+        unit = next(unit for unit in manifest.units if unit.name == shard.unit)
+        layer = unit.name if unit.layer is None else str(unit.layer)
+        place = Place(shard.rank, layer, parallel.stage_of(unit) or 0)
         local = next((tensor.shape[0] for tensor in shard.tensors if tensor.experts is not None), 0)
-        first = topology.ep_rank(rank or 0) * local
-        layer = shard.unit.removeprefix("layer-").lstrip("0") or "0"
+        first = topology.ep_rank(shard.rank or 0) * local
         for key, expected in metadata_of(
-            manifest.source_id, manifest.layout_id, topology, rank, layer, range(first, first + local)
+            manifest.source_id, manifest.layout_id, topology, place, range(first, first + local)
         ).items():
             if (found := header.metadata.get(key)) != expected:
                 raise OutputError(
