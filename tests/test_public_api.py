@@ -36,6 +36,7 @@ NAMES = {
     "load_rank",
     "open_shards",
     "plan",
+    "reshard",
     "restore",
     "verify",
     "verify_kernel",

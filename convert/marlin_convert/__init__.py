@@ -1,8 +1,8 @@
 """Kimi-K2 checkpoints to ready-to-mmap per-GPU shards in the Marlin MoE layout.
 
-The command line's verbs as functions: `plan`, `download`, `convert`, `verify`, `verify_kernel`, `diff` and
-`restore`. `open_shards` reads the result with numpy, `load_rank` brings a rank to a GPU with torch.
-`HubOptions` says how a repository of the hub is read. What they return are `PlanReport`, `Downloaded`,
+The command line's verbs as functions: `plan`, `download`, `convert`, `verify`, `verify_kernel`, `diff`,
+`restore` and `reshard`. `open_shards` reads the result with numpy, `load_rank` brings a rank to a GPU with
+torch. `HubOptions` says how a repository of the hub is read. What they return are `PlanReport`, `Downloaded`,
 `Converted`, `Verification` (of `Finding`s; true where nothing is wrong), `Differences`, `Restored`,
 `KernelReport`, `Shards` and `LoadedRank`; how far they are they tell in `Point`s. What goes wrong is a
 `ConvertError`: `UsageError`, `SourceError`, `OutputError` or `MachineError`.
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from marlin_convert.engines.torch_loader import LoadedRank, load_rank
     from marlin_convert.errors import ConvertError, MachineError, OutputError, SourceError, UsageError
     from marlin_convert.pipeline.preview import plan
+    from marlin_convert.pipeline.reshard import reshard
     from marlin_convert.pipeline.restore import Restored, restore
     from marlin_convert.pipeline.run import Converted, convert
     from marlin_convert.planning.plan_report import PlanReport
@@ -59,6 +60,7 @@ __all__ = [
     "load_rank",
     "open_shards",
     "plan",
+    "reshard",
     "restore",
     "verify",
     "verify_kernel",
@@ -88,6 +90,7 @@ _HOMES = {
     "load_rank": "marlin_convert.engines.torch_loader",
     "open_shards": "marlin_convert.shards.reader",
     "plan": "marlin_convert.pipeline.preview",
+    "reshard": "marlin_convert.pipeline.reshard",
     "restore": "marlin_convert.pipeline.restore",
     "verify": "marlin_convert.checks.verify",
     "verify_kernel": "marlin_convert.checks.kernel.verify_kernel",

@@ -40,6 +40,7 @@ class HubStore:
     files: dict[str, HubFile]
     folders: tuple[str, ...]
     folder: None = None
+    known: None = None
     _starts: dict[str, bytes] = field(default_factory=dict)
     _paths: dict[str, Path] = field(default_factory=dict)
 

@@ -33,6 +33,8 @@ def identify(source: Source, sampled: bool = True) -> SourceIdentity:
     """Identify an opened source. Of a folder this reads a sample of each weight file, unless it is only to be
     looked at; of a repository nothing more than came with the headers.
     """
+    if source.store.known is not None:
+        return source.store.known.identity
     with Workers(AT_A_TIME) as workers:
         files = tuple(workers.map(lambda header: _identify_file(source, header, sampled), source.headers))
     repo, revision = source.store.hub_commit or (None, None)

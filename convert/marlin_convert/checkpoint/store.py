@@ -21,6 +21,7 @@ from marlin_convert.checkpoint.header import Header, read_header
 from marlin_convert.checkpoint.index import INDEX_NAME, SourceTensor, weight_names
 from marlin_convert.documents.bounds import JOB, bound_of
 from marlin_convert.documents.codec import read
+from marlin_convert.documents.identity import SourceIdentity
 from marlin_convert.documents.records import DownloadRecord
 from marlin_convert.errors import OutputError, SourceError
 from marlin_convert.progress import Progress
@@ -35,6 +36,20 @@ START = 16 << 10
 SHA256 = re.compile(r"[0-9a-f]{64}")
 #: of small files git's digest is published
 DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a source whose files are not there: its identity, and what each of its tensors must
+    hash to.
+    """
+
+    identity: SourceIdentity
+    digests: Mapping[str, bytes]
+
+    def whose(self, digest: bytes) -> str:
+        """Whose data has this digest, for people."""
+        return next((f": it is {name}'s data" for name, known in self.digests.items() if known == digest), "")
 
 
 class Store(Protocol):
@@ -53,6 +68,10 @@ class Store(Protocol):
     @property
     def hub_commit(self) -> tuple[str, str] | None:
         """(repository, commit) where that is known for certain."""
+
+    @property
+    def known(self) -> Known | None:
+        """What the source must be, where it is not read out of its own files; else None."""
 
     def names(self) -> dict[str, bool]:
         """All names on the top level; the value says whether it is a file."""
@@ -95,6 +114,7 @@ class FolderStore:
     hub_commit: tuple[str, str] | None = None
     #: digests of its files, where `hub_commit` is claimed
     published: Mapping[str, str] = field(default_factory=dict)
+    known: None = None
 
     @property
     def where(self) -> str:

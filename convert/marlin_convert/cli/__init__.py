@@ -19,11 +19,11 @@ from marlin_convert.errors import ConvertError, MachineWarning, SourceWarning
 from marlin_convert.extras import EXTRAS, missing
 
 #: in the order of a job
-VERBS = ("plan", "download", "convert", "verify", "inspect", "diff", "restore", "bench", "doctor")
+VERBS = ("plan", "download", "convert", "verify", "inspect", "diff", "restore", "reshard", "bench", "doctor")
 
 
 #: verbs that go on where they were when they are run again
-CONTINUED = ("download", "convert", "restore")
+CONTINUED = ("download", "convert", "restore", "reshard")
 
 
 class Verbs(CommandsByFile):

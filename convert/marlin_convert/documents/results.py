@@ -25,7 +25,7 @@ from marlin_convert.documents.provenance import StageTimes
 
 
 class ConvertResult(Struct, frozen=True):
-    """What a run of `convert` did."""
+    """What a run of `convert` or `reshard` did."""
 
     out: Annotated[Text, about("the converted folder")]
     action: Annotated[Text, about("new, continue, repair, replace, or done: nothing was to do")]

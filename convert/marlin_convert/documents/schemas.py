@@ -90,7 +90,7 @@ PAGES = {
         definitions=[QuantizationConfig],
         more=CONFIG,
     ),
-    "convert": Page("Output of convert --json", [ConvertResult]),
+    "convert": Page("Output of convert --json and of reshard --json", [ConvertResult]),
     "diff": Page("Output of diff --json", [Differences]),
     "doctor": Page("doctor --json: what a machine can do", [Examination]),
     "download": Page("Output of download --json", [DownloadResult]),

@@ -1,5 +1,5 @@
-"""Source files that were touched since units were made of them: what the records say was read is compared
-with what the files hold now.
+"""Whether what was made before is of the same source, where that could have become another: the digests of
+its tensors are compared with what is read now.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from marlin_convert.checkpoint.source import Source
 from marlin_convert.checkpoint.store import open_file
 from marlin_convert.documents.records import FinishedUnit
 from marlin_convert.errors import SourceError
+from marlin_convert.pipeline.target import Target
+from marlin_convert.pipeline.work_folder import WorkFolder
+from marlin_convert.shards.kept_source import ZEROS, recorded_digests
 from marlin_convert.storage.files import CHUNK
 from marlin_convert.storage.reads import read_exactly
 
@@ -27,6 +30,25 @@ def tensor_digest(descriptor: int, entry: TensorEntry, file: str) -> bytes:
     for at in range(entry.offset, end, CHUNK):
         hasher.update(read_exactly(descriptor, at, min(CHUNK, end - at), file))
     return hasher.digest()
+
+
+def compare_known(target: Target) -> None:
+    """Where it is known what each tensor of the source must be, compare what OUT was made from. Raises
+    SourceError where that was something else, which a sample of the files did not show.
+    """
+    source, plan, out = target.source, target.plan, target.out
+    if (known := source.store.known) is None:
+        return
+    made = {name: value for name, (value, _) in recorded_digests(out, source).items()}
+    for unit in plan.units:
+        if (record := WorkFolder(out).finished(plan, unit)) is not None:
+            made |= {name: bytes.fromhex(value) for name, value in record.source.items()}
+    for name, value in made.items():
+        if known.digests.get(name, ZEROS) not in (value, ZEROS):
+            raise SourceError(
+                f"{out} was made of another {name} than {source.store.where}: its xxh3-128 is {value.hex()},"
+                f" there it is {known.digests[name].hex()}; use another folder, or --overwrite to start again"
+            )
 
 
 def compare_recorded(source: Source, records: Iterable[FinishedUnit], files: Collection[str]) -> None:

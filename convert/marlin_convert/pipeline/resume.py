@@ -22,6 +22,7 @@ from marlin_convert.documents.records import JobOptions, JobRecord
 from marlin_convert.errors import ConvertError, SourceError, UsageError
 from marlin_convert.pipeline.out_state import OutState, edited
 from marlin_convert.pipeline.places import refuse_nested
+from marlin_convert.pipeline.recheck import compare_known
 from marlin_convert.pipeline.target import Target
 from marlin_convert.pipeline.work_folder import WORK
 from marlin_convert.planning.output_plan import OutputPlan
@@ -109,9 +110,11 @@ def _go_on(state: OutState, request: Request) -> Decision:
         request = dataclasses.replace(request, target=target)
     if state.manifest is None:
         job = _job_to_record(state, request)
+        compare_known(request.target)
         action = Action.NEW if state.job is None else Action.CONTINUE
         return Decision(action, request.verify, job, claim, _to_compare(state, request))
     _compare_finished(out, state.manifest, request)
+    compare_known(request.target)
     if not state.missing:
         return Decision(Action.DONE, state.manifest.checks)
     checks = state.manifest.checks
@@ -200,7 +203,8 @@ def _job_to_record(state: OutState, request: Request) -> JobRecord | None:
     # with the digest of every tensor at hand, each is compared; with nothing finished, nothing can be mixed
     if state.keeps_digests or not state.any_record:
         return asked
-    rewritten = [name for name in touched if begun.stamps.get(name, [])[:2] != asked.stamps[name][:2]]
+    known = [name for name in touched if name in begun.stamps]  # none where it was begun out of shards
+    rewritten = [name for name in known if begun.stamps[name][:2] != asked.stamps[name][:2]]
     if not rewritten:
         return asked  # chmod, a hard link, or a replacement with its time put back: see `_to_compare`
     raise SourceError(

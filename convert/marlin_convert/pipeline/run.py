@@ -107,9 +107,7 @@ def convert(
     options = Options.of((tp, ep, attn_tp, pp), layers, ranks, layout)
     opened, plan = open_and_plan(source, out, options, hub, overwrite)
     request = request_of(opened, plan, Path(out), verify, overwrite)
-    target = replace(request.target, direct_io=direct_io)
-    budget = choose_budget(target, threads, memory)
-    return Conversion(target, request, budget, progress).run(fetch_progress, confirm)
+    return Conversion.of(request, threads, memory, direct_io, progress).run(fetch_progress, confirm)
 
 
 def request_of(
@@ -134,6 +132,20 @@ class Conversion:
     request: Request
     budget: Budget
     progress: Progress | None
+
+    @staticmethod
+    def of(
+        request: Request,
+        threads: int | None,
+        memory: int | None,
+        direct_io: bool,
+        progress: Progress | None,
+    ) -> Conversion:
+        """A run for what is asked for, in the threads and memory that there are. Raises UsageError,
+        MachineError.
+        """
+        target = replace(request.target, direct_io=direct_io)
+        return Conversion(target, request, choose_budget(target, threads, memory), progress)
 
     def __post_init__(self) -> None:
         self.stages = Stages()

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from marlin_convert.documents.records import ExpertDigests, FinishedFile, FinishedUnit
-from marlin_convert.errors import SourceError
+from marlin_convert.errors import OutputError, SourceError
 from marlin_convert.pipeline.target import Target
 from marlin_convert.pipeline.work import Work
 from marlin_convert.planning.output_plan import OutputUnit
@@ -58,7 +58,8 @@ class UnitWork(Work):
 
     def finish(self) -> FinishedUnit:
         """Make the files durable under their names and return the record. Raises SourceError, and no file
-        gets its name, where the source is not what OUT was made from before.
+        gets its name, where the source is not what OUT was made from before; OutputError where it is not what
+        the folder that it is read out of was made from.
         """
         self._refuse_other_data()
         finish_files(list(self.files.values()))
@@ -84,6 +85,14 @@ class UnitWork(Work):
         )
 
     def _refuse_other_data(self) -> None:
+        store = self.target.source.store
+        for name, found in self.source_digests.items() if store.known is not None else ():
+            if store.known is not None and store.known.digests.get(name) != found:
+                raise OutputError(
+                    f"{name}, put together out of {store.where}, is not what that was made from"
+                    f"{store.known.whose(found)}; nothing of {self.unit.name} was kept; run marlin-convert"
+                    f" verify {store.where}"
+                )
         for name, found in self.source_digests.items():
             kept, file = self.recorded.get(name, (found, ""))
             if kept != found:
