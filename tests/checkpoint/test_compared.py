@@ -21,44 +21,15 @@ from forks import Forks
 from marlin_convert.checkpoint.compared import ComparedFiles, difference
 from marlin_convert.checkpoint.source import open_source
 from marlin_convert.checkpoint.store import RECORD
-from marlin_convert.documents.codec import write
-from marlin_convert.documents.records import DownloadRecord
 from marlin_convert.errors import MachineError, SourceError
 from marlin_convert.pipeline.run import convert
+from recorded import COMMIT, REPO, blob_id, record, sha256
 
-REPO, COMMIT = "org/name", "c0ffee" + "0" * 34
 Command = Callable[..., tuple[int, str, str]]
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def blob_id(path: Path) -> str:
-    """As `git hash-object` prints it."""
-    data = path.read_bytes()
-    return hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()
 
 
 def weights(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
-
-
-def record(folder: Path, without: str = "") -> None:
-    """What `download` leaves beside the files."""
-    files = {
-        path.name: (
-            path.stat().st_size,
-            None
-            if path.name == without
-            else sha256(path)
-            if path.suffix == ".safetensors"
-            else blob_id(path),
-        )
-        for path in folder.iterdir()
-        if path.name != RECORD
-    }
-    (folder / RECORD).write_bytes(write(DownloadRecord(REPO, COMMIT, files)))
 
 
 def zero_a_tensor(path: Path) -> str:

@@ -219,7 +219,7 @@ def _refuse_converted(store: Store, names: dict[str, bool]) -> None:
     if names.get(name) and store.size(name) <= MANIFEST and begins_ours(store.read(name)):
         raise SourceError(
             f"{store.where} is a conversion already (it has a manifest.json of marlin-convert); give the"
-            " published checkpoint"
+            " published checkpoint, or cut it in another way with marlin-convert reshard"
         )
 
 

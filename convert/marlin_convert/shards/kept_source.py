@@ -90,8 +90,8 @@ def listed_bytes(out: Path, manifest: Manifest, name: str) -> bytes:
     """What a listed file holds. Raises OutputError where `sound_bytes` has nothing."""
     if (data := sound_bytes(out, manifest, name)) is None:
         raise OutputError(
-            f"{out}/{name} is damaged or missing, so that nothing can be proven by it; make OUT again:"
-            " convert with --overwrite"
+            f"{out}/{name} is damaged or missing, or was edited, so that nothing can be proven by it; put"
+            " back what was there, or make OUT again: convert with --overwrite"
         )
     return data
 

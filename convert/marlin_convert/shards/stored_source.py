@@ -54,7 +54,7 @@ class ConvertedStore:
             for path in (f"source/{INDEX_NAME}", "source/README.md")
         )
         weight_map = parse_index(index_bytes) if index_bytes is not None else None
-        return Source(
+        source = Source(
             label=os.fspath(self.out),
             store=self,
             names=self.names(),
@@ -67,6 +67,9 @@ class ConvertedStore:
             notes=(),
             large=frozenset(name for name in self.manifest.source.not_copied if not name.endswith("/")),
         )
+        for name in source.auxiliary:  # they are written last: what is wrong with them is said first
+            self.read(name)
+        return source
 
     @property
     def where(self) -> str:
