@@ -65,6 +65,15 @@ def test_attention_apart(
     assert_the_same(tmp_path / "new", tmp_path / "converted")
 
 
+@pytest.mark.parametrize("old", [1, 2])
+def test_stages(make: Make, tmp_path: Path, old: int) -> None:
+    """To pipeline stages and from them, in another split."""
+    convert(make().folder, tmp_path / "old", tp=4, ep=2, pp=old)
+    convert(make().folder, tmp_path / "converted", tp=2, pp=3 - old)
+    reshard(tmp_path / "old", tmp_path / "new", tp=2, pp=3 - old)
+    assert_the_same(tmp_path / "new", tmp_path / "converted")
+
+
 def test_heads_on_several_ranks(tmp_path: Path) -> None:
     with gqa.registered():
         source = gqa.make_gqa(tmp_path / "checkpoint", heads=8, kv_heads=2)
