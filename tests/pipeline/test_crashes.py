@@ -1,5 +1,5 @@
-"""Conversions that are killed, interrupted or refused by the disk at any place: the same command continues,
-and the result is the same bytes.
+"""Conversions, of a checkpoint and of a converted folder, that are killed, interrupted or refused by the disk
+at any place: the same command continues, and the result is the same bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import pytest
 import trees
 from checkpoints import Checkpoint
 from forks import EVERY, Done, Forks
-from marlin_convert.checks.verify import verify
+from marlin_convert import convert, reshard, verify
 
 #: where runs are broken: (call, how far into all calls of that name)
 KILLS = [
@@ -76,11 +76,12 @@ def places(of: list[tuple[str, float]], *, quick: list[tuple[str, float]]) -> li
 
 @dataclass(frozen=True)
 class Trial:
-    """A conversion to `out` that is broken at a chosen call; `counts` says how often each is made in all, and
-    `undisturbed` what the conversion must come to.
+    """A conversion of `source` to `out`, by `convert` or `reshard`, that is broken at a chosen call; `counts`
+    says how often each is made in all, and `undisturbed` what the conversion must come to.
     """
 
     forks: Forks
+    verb: str
     source: Path
     out: Path
     counts: dict[str, int]
@@ -88,8 +89,12 @@ class Trial:
 
     def run(self, *options: object, fault: dict[str, Any] | None = None, threads: int = 2) -> Done:
         """Convert, with a fault if one is wanted."""
-        line = ("convert", self.source, self.out, "--tp", 2, "--threads", threads, *options)
-        return self.forks.run(*line, fault=fault)
+        return self.forks.run(*self.line, "--threads", threads, *options, fault=fault)
+
+    @property
+    def line(self) -> list[str]:
+        """The command line."""
+        return [self.verb, str(self.source), str(self.out), "--tp", "2"]
 
     def broken(self, call: str, share: float, action: str, *options: object) -> Done:
         """Convert, broken so far into all calls of a name."""
@@ -125,21 +130,35 @@ def undisturbed(tiny_tp2: Path) -> dict[str, bytes]:
     return trees.tree(tiny_tp2)
 
 
-@pytest.fixture(scope="module")
-def counts(forks: Forks, tiny: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    """How often each call is made in all."""
-    out = tmp_path_factory.mktemp("counts") / "out"
-    done = forks.run("convert", tiny.folder, out, "--tp", 2, "--threads", 2)
+@pytest.fixture(scope="module", params=["convert", pytest.param("reshard", marks=pytest.mark.slow)])
+def whole(
+    request: pytest.FixtureRequest,
+    forks: Forks,
+    tiny: Checkpoint,
+    undisturbed: dict[str, bytes],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Trial:
+    """One that nothing breaks, of a checkpoint, and of a folder of another split."""
+    place, source = tmp_path_factory.mktemp("whole"), tiny.folder
+    if request.param == "reshard":
+        source = place / "converted"
+        convert(tiny.folder, source, tp=4, ep=2, attn_tp=1)
+    trial = Trial(forks, request.param, source, place / "out", {}, undisturbed)
+    done = trial.run()
     assert (done.code, done.stderr) == (0, "")
-    assert min(done.counts.values()) > 0
-    return done.counts
+    assert min(count for call, count in done.counts.items() if call != "pread") > 0
+    return replace(trial, counts=done.counts)
 
 
 @pytest.fixture
-def trial(
-    forks: Forks, tiny: Checkpoint, tmp_path: Path, counts: dict[str, int], undisturbed: dict[str, bytes]
-) -> Trial:
-    return Trial(forks, tiny.folder, tmp_path / "out", counts, undisturbed)
+def counts(whole: Trial) -> dict[str, int]:
+    """How often each call is made in all."""
+    return whole.counts
+
+
+@pytest.fixture
+def trial(whole: Trial, tmp_path: Path) -> Trial:
+    return replace(whole, out=tmp_path / "out")
 
 
 @pytest.mark.parametrize(("call", "share"), places(KILLS, quick=KILLS[::4]))
@@ -226,12 +245,10 @@ def _handles(process: int, number: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pause", [0.0, 0.001, 0.01, 0.1])
-@pytest.mark.parametrize("verb", ["convert", "verify"])
-def test_real_process_interrupted_twice(trial: Trial, tiny_tp2: Path, pause: float, verb: str) -> None:
+@pytest.mark.parametrize("verify_it", [False, True], ids=["made", "verified"])
+def test_real_process_interrupted_twice(trial: Trial, tiny_tp2: Path, pause: float, verify_it: bool) -> None:
     """At whatever place it is, from outside."""
-    line = (
-        [verb, str(trial.source), str(trial.out), "--tp", "2"] if verb == "convert" else [verb, str(tiny_tp2)]
-    )
+    line = ["verify", str(tiny_tp2)] if verify_it else trial.line
     for wait in (0.0, 0.1, 0.3, 0.6, 1.2):
         process = subprocess.Popen([*COMMAND, *line], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         while not _handles(process.pid, signal.SIGTERM):
@@ -244,7 +261,7 @@ def test_real_process_interrupted_twice(trial: Trial, tiny_tp2: Path, pause: flo
         assert b"Traceback" not in stderr
         assert process.returncode in (0, 130, 143)
         assert trial.partials() == []
-    if verb == "convert":
+    if not verify_it:
         trial.assert_continues()
 
 
@@ -297,6 +314,12 @@ def test_other_calls_refused(trial: Trial, call: str) -> None:
     trial.assert_continues()
 
 
+def needs(trial: Trial, call: str) -> None:
+    """Skip where it is never called: only of a checkpoint's files a sample is read."""
+    if not trial.counts[call]:
+        pytest.skip(f"{trial.verb} makes no call of {call}")
+
+
 def test_unreadable_once_directly(trial: Trial) -> None:
     """Direct reads that fail where ordinary ones do not are no error."""
     assert trial.broken("preadv", 0.5, "EINVAL").code == 0
@@ -305,20 +328,24 @@ def test_unreadable_once_directly(trial: Trial) -> None:
 
 @pytest.mark.parametrize("direct", ["--direct", "--no-direct"])
 @pytest.mark.parametrize("call", ["pread", "preadv"])
-def test_reads_that_always_bring_less_than_asked_for(trial: Trial, call: str, direct: str) -> None:
+def test_reads_that_always_bring_less_than_asked_for(
+    trial: Trial, tiny: Checkpoint, call: str, direct: str
+) -> None:
     """File systems of the network and of user space may: the source's id and every byte are the same."""
+    needs(trial, call)
     fault = {"call": call, "number": EVERY, "action": "short"}
     done = trial.run(direct, fault=fault)
     assert (done.code, done.stderr) == (0, "")
     assert done.counts[call] > 2 * trial.counts[call]
     trial.assert_as_undisturbed()
-    done = trial.forks.run("verify", trial.out, "--source", trial.source, fault=fault)
+    done = trial.forks.run("verify", trial.out, "--source", tiny.folder, fault=fault)
     assert (done.code, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(("call", "share"), [("pread", 0.0), ("pread", 0.1), ("pread", 0.6), ("preadv", 0.5)])
 def test_one_read_that_brings_less_than_asked_for(trial: Trial, call: str, share: float) -> None:
     """The length of a header, the header, the start of the data or a page of the sample."""
+    needs(trial, call)
     done = trial.broken(call, share, "short")
     assert (done.code, done.stderr) == (0, "")
     trial.assert_as_undisturbed()
@@ -329,7 +356,7 @@ def test_one_read_that_brings_less_than_asked_for(trial: Trial, call: str, share
 
 def test_second_process_is_refused(trial: Trial, tmp_path: Path) -> None:
     result = tmp_path / "result"
-    second = [*COMMAND, "convert", str(trial.source), str(trial.out), "--tp", "2"]
+    second = [*COMMAND, *trial.line]
     half = trial.counts["fsync"] // 2
     fault = {"call": "fsync", "number": half, "action": "run", "command": second, "result": str(result)}
     done = trial.run(fault=fault, threads=1)
@@ -358,8 +385,9 @@ def test_locked_folder_is_left_alone(trial: Trial, copied: Path, overwrite: tupl
 @pytest.mark.slow
 def test_real_process_interrupted(trial: Trial) -> None:
     """The whole command, from outside, at whatever place it is when its first file appears."""
-    command = [*COMMAND, "convert", str(trial.source), str(trial.out), "--tp", "2", "--threads", "1"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [*COMMAND, *trial.line, "--threads", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     while process.poll() is None and not any(trial.out.glob("rank-*/*.partial")):
         time.sleep(0.002)
     process.send_signal(signal.SIGTERM)
@@ -394,7 +422,7 @@ def strace(*options: str) -> list[str]:
 )
 def test_system_refuses(trial: Trial, injected: str, said: str) -> None:
     prefix = strace("-e", f"trace={injected.partition(':')[0]}", "-e", f"inject={injected}")
-    line = [*prefix, *COMMAND, "convert", str(trial.source), str(trial.out), "--tp", "2"]
+    line = [*prefix, *COMMAND, *trial.line]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert done.returncode == 4
     assert said in done.stderr
@@ -425,7 +453,7 @@ def test_disk_that_fills_up(trial: Trial, small_disk: Path, monkeypatch: pytest.
         MachineError,
         match=r"No space left on device; free some space, then run the same command again",
     ):
-        pipeline.convert(str(trial.source), trial.out, tp=2, threads=1)
+        (convert if trial.verb == "convert" else reshard)(trial.source, trial.out, tp=2, threads=1)
     assert trial.partials() == []
     subprocess.run(["mount", "-o", "remount,size=100m", str(small_disk)], check=True)
     trial.assert_continues()
