@@ -178,10 +178,24 @@ def test_sweeping(tmp_path: Path) -> None:
     sweep(tmp_path / "none", set())
     below = tmp_path / ".cache" / "huggingface" / "download"
     below.mkdir(parents=True)
-    for path in (tmp_path / "wanted", tmp_path / "done", below / "x.incomplete", below / "wanted.metadata"):
+    wanted, mine = "wanted.safetensors", "mine.txt"
+    for path in (tmp_path / wanted, tmp_path / "done.safetensors", tmp_path / mine):
         path.write_bytes(b"")
-    sweep(tmp_path, {"wanted"})
-    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"wanted", "wanted.metadata"}
+    for path in (below / "x.incomplete", below / "wanted.metadata"):
+        path.write_bytes(b"")
+    sweep(tmp_path, {wanted})
+    left = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {wanted, mine, "wanted.metadata"}
+
+
+def test_what_lies_behind_a_link_in_a_staging_folder_is_not_swept(tmp_path: Path) -> None:
+    mine = tmp_path / "mine" / "huggingface" / "download" / "x.incomplete"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    (tmp_path / "staging").mkdir()
+    (tmp_path / "staging" / ".cache").symlink_to(tmp_path / "mine")
+    sweep(tmp_path / "staging", set())
+    assert mine.read_text() == "mine"
 
 
 def test_a_staging_folder_that_is_a_link_is_not_swept(tmp_path: Path) -> None:

@@ -22,12 +22,13 @@ from marlin_convert.checks.kernel.kernel_report import KernelReport
 from marlin_convert.checks.values import bin_begin, count_values
 from marlin_convert.documents.codec import write
 from marlin_convert.documents.manifest import Manifest
+from marlin_convert.errors import UsageError
 from marlin_convert.layout.protocol import Role
 from marlin_convert.report.experts_map import PALETTE
 from marlin_convert.report.folder import ReportFolder
 from marlin_convert.report.html import html, tag
 from marlin_convert.report.kernel_page import kernel_page
-from marlin_convert.report.page import About
+from marlin_convert.report.page import About, unfinished
 from marlin_convert.report.png import png
 from marlin_convert.report.verify_page import verify_page
 
@@ -158,6 +159,7 @@ def test_what_was_not_asked_for_is_left_out() -> None:
 def test_until_it_ends_the_page_says_that_it_has_not(tmp_path: Path) -> None:
     folder = ReportFolder(tmp_path / "report", "verify", ABOUT)
     (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "verify.html").write_bytes(unfinished(ABOUT).encoded())
     (tmp_path / "report" / "verify.json").write_text("of an earlier run")
 
     def interrupted() -> None:
@@ -169,6 +171,29 @@ def test_until_it_ends_the_page_says_that_it_has_not(tmp_path: Path) -> None:
         interrupted()
     assert "! NOT FINISHED" in read_page(tmp_path / "report" / "verify.html").text
     assert [path.name for path in (tmp_path / "report").iterdir()] == ["verify.html"]
+
+
+@pytest.mark.parametrize("name", ["verify.html", "verify.json"])
+def test_somebody_elses_file_is_not_taken_for_an_earlier_report(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
+    with (
+        pytest.raises(UsageError, match=rf"{name} would be replaced and is not of a report"),
+        ReportFolder(tmp_path, "verify", ABOUT).working(),
+    ):
+        raise AssertionError
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "mine")]
+
+
+def test_a_report_behind_a_link_is_left(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.html"
+    mine.write_bytes(unfinished(ABOUT).encoded())
+    (tmp_path / "verify.html").symlink_to(mine)
+    with (
+        pytest.raises(UsageError, match="would be replaced"),
+        ReportFolder(tmp_path, "verify", ABOUT).working(),
+    ):
+        raise AssertionError
+    assert (tmp_path / "verify.html").is_symlink()
 
 
 @pytest.mark.slow

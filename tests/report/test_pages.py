@@ -237,8 +237,8 @@ def test_a_report_whose_name_is_taken_is_found_before_the_work(
 ) -> None:
     (tmp_path / "verify.html").mkdir()
     code, out, said = command("verify", tiny_tp2, "--report", tmp_path)
-    assert (code, out) == (4, "")
-    assert f"writing the report into {tmp_path}" in said
+    assert (code, out) == (2, "")
+    assert f"{tmp_path / 'verify.html'} would be replaced and is not of a report" in said
 
 
 def test_the_verdict_is_said_where_the_report_can_no_longer_be_written(

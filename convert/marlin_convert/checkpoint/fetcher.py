@@ -284,8 +284,10 @@ def sweep(staging: Path, wanted: set[str]) -> None:
     if not staging.is_dir():
         return
     for path in staging.iterdir():
-        if path.is_file() and path.name not in wanted:
+        if path.is_file() and path.suffix == ".safetensors" and path.name not in wanted:
             path.unlink()
-    for path in staging.glob(".cache/huggingface/download/*.incomplete"):
-        with suppress(OSError):
-            path.unlink()
+    parts = staging / ".cache" / "huggingface" / "download"
+    if parts.resolve() == staging.resolve() / parts.relative_to(staging):  # behind no link
+        for path in parts.glob("*.incomplete"):
+            with suppress(OSError):
+                path.unlink()

@@ -16,8 +16,8 @@ from marlin_convert.checks.findings import STRAY, Finding, Verification
 from marlin_convert.checks.origins import expected_origin
 from marlin_convert.checks.part import Part
 from marlin_convert.checks.split import Split
-from marlin_convert.documents.bounds import INDEX, LISTED, PROVENANCE, bound_of
-from marlin_convert.documents.codec import parse_json, read, seal_holds, typed
+from marlin_convert.documents.bounds import INDEX, LISTED, bound_of
+from marlin_convert.documents.codec import parse_json, read, typed
 from marlin_convert.documents.engine_files import (
     Index,
     IndexMetadata,
@@ -25,13 +25,15 @@ from marlin_convert.documents.engine_files import (
     quantization_config,
 )
 from marlin_convert.documents.manifest import Manifest, Shard
+from marlin_convert.documents.provenance import NAME as PROVENANCE
+from marlin_convert.documents.provenance import is_as_written
 from marlin_convert.errors import OutputError
 from marlin_convert.models.quantization import rewritten
 from marlin_convert.shards.kept_source import DIGESTS, ZEROS, KeptSource
 from marlin_convert.storage.files import file_digest, read_small
 from marlin_convert.storage.shard_file import is_filler
 
-UNLISTED = frozenset({"manifest.json", "provenance.json"})
+UNLISTED = frozenset({"manifest.json", PROVENANCE})
 
 
 def check_listed_files(out: Path, part: Part, kept: KeptSource, report: Verification) -> None:
@@ -68,10 +70,9 @@ def check_listed_files(out: Path, part: Part, kept: KeptSource, report: Verifica
                 path not in known and path != ".gitattributes" and not path.startswith(".cache/huggingface/")
             ):  # which the hub's tools leave
                 report.add(Finding(path, f"{STRAY}; move it away"))
-    provenance = out / "provenance.json"
-    if provenance.exists():
+    if (out / PROVENANCE).exists():
         try:
-            whole = seal_holds(read_small(provenance, PROVENANCE))
+            whole = is_as_written(out)
         except OSError as error:
             report.add(Finding("provenance.json", f"cannot be read ({error.strerror})"))
         else:

@@ -18,8 +18,8 @@ from marlin_convert.storage.files import digest
 
 #: stands in a sealed document's place of the digest while the digest is taken
 NO_DIGEST = "0" * 32
-#: stands at the beginning of every document by which a folder is known to be ours
-MARK = b'"marlin-convert"'
+#: how every document begins by which a folder is known to be ours
+MARK = re.compile(rb'\s*\{\s*"format"\s*:\s*"marlin-convert"')
 
 #: in valid JSON: whatever stands before it, and an escape that is half of a pair. Looked for in the text,
 #: since looking into the values would copy all of them
@@ -121,7 +121,7 @@ def _finite(value: Any) -> Any:
 
 def begins_ours(start: bytes) -> bool:
     """Whether a file that starts with these bytes is a document by which a folder is known to be ours."""
-    return MARK in start[:64]
+    return MARK.match(start[:64]) is not None
 
 
 def sealed(document: Sealed) -> bytes:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from marlin_convert.documents.codec import Sealed
+from marlin_convert.documents.bounds import PROVENANCE
+from marlin_convert.documents.codec import Sealed, seal_holds
 from marlin_convert.documents.fields import Number, Seconds, Text, about
+from marlin_convert.storage.files import read_small
+
+#: its name in OUT
+NAME = "provenance.json"
 
 
 class Stage(Struct, frozen=True):
@@ -34,3 +40,8 @@ class Provenance(Sealed, frozen=True, kw_only=True):
     command: Annotated[tuple[str, ...], about("the command line, without secrets")]
     source: Annotated[Text, about("where the source was")]
     stages: StageTimes
+
+
+def is_as_written(out: Path) -> bool:
+    """Whether that of OUT is as it was written. Raises OSError where it is no file, MachineError."""
+    return seal_holds(read_small(out / NAME, PROVENANCE))

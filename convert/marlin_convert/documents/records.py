@@ -55,6 +55,13 @@ class JobRecord(Struct, frozen=True):
     ]
 
 
+class Removal(Struct, frozen=True):
+    """removing.json: a conversion that is being removed."""
+
+    format: Annotated[Literal["marlin-convert"], about("the mark by which a folder is known to be ours")]
+    files: Annotated[tuple[RelativePath, ...], about("the files that are of it")]
+
+
 class FinishedFile(Struct, frozen=True):
     """A written file."""
 

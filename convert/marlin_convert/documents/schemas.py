@@ -25,7 +25,7 @@ from marlin_convert.documents.log import LogCompiling, LogError, LogMessage, Log
 from marlin_convert.documents.manifest import Manifest
 from marlin_convert.documents.plan import Plan
 from marlin_convert.documents.provenance import Provenance
-from marlin_convert.documents.records import DownloadRecord, FinishedUnit, JobRecord, Record
+from marlin_convert.documents.records import DownloadRecord, FinishedUnit, JobRecord, Record, Removal
 from marlin_convert.documents.restore import RestoredFile, RestoreJob, RestoreResult
 from marlin_convert.documents.results import (
     ConvertResult,
@@ -108,7 +108,9 @@ PAGES = {
     "manifest": Page("manifest.json of a converted folder, and of a rank in its folder", [Manifest]),
     "plan": Page("Output of plan --json", [Plan]),
     "provenance": Page("provenance.json: who, when, how fast; never compared", [Provenance]),
-    "record": Page("What OUT/.work holds until the conversion is done", [JobRecord, Record], [FinishedUnit]),
+    "record": Page(
+        "What OUT/.work holds until the conversion is done", [JobRecord, Record, Removal], [FinishedUnit]
+    ),
     "restore": Page("Output of restore --json", [RestoreResult]),
     "restore-record": Page(
         "What DIR/.work holds until a checkpoint is restored in DIR", [RestoreJob, RestoredFile]

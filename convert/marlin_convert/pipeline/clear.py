@@ -7,69 +7,40 @@ and never through a link. Anything else in the folder means that nothing is remo
 from __future__ import annotations
 
 import os
-import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path, PurePath
 
-from marlin_convert.checkpoint.index import INDEX_NAME
-from marlin_convert.documents.manifest import read_manifest
-from marlin_convert.errors import ConvertError, UsageError
-from marlin_convert.pipeline.work_folder import BEFORE, REMOVING, WORK, WorkFolder
+from marlin_convert.documents.manifest import Manifest, read_manifest
+from marlin_convert.errors import ConvertError, OutputError, UsageError
+from marlin_convert.pipeline.ours import FOLDERS, IN_WORK, OWN, is_own, refuse_no_shard
+from marlin_convert.pipeline.work_folder import REMOVING, WORK, WorkFolder
 from marlin_convert.planning.output_plan import OutputPlan, OutputUnit
 from marlin_convert.shards.kept_source import DIGESTS
 from marlin_convert.storage.files import on_its_own, sync_folder
 from marlin_convert.storage.writer import PARTIAL
 from marlin_convert.words import count
 
-#: what every conversion writes at the top, beside the small files it copies
-OWN = frozenset({"manifest.json", "provenance.json", "digests.bin", "config.json", "README.md"})
-_INDEX, _WORK, _REMOVING = map(re.escape, (INDEX_NAME, WORK, REMOVING))
-_PARTIAL = f"(?: {re.escape(PARTIAL)} )?"
-_STAGE = r"(?: stage-\d+-of-\d+ / )?"
-#: below the top, as patterns of whole paths
-FORMS = re.compile(
-    rf"""(?x)
-    {_STAGE} (?: rank-\d+-of-\d+ | common ) / {_INDEX}
-    | {_STAGE} rank-\d+-of-\d+ / (?: manifest | experts ) \.json
-    | {_STAGE} (?: rank-\d+-of-\d+ | common )
-        / (?: layer-\d+ | top | embed | head | common ) \.safetensors {_PARTIAL}
-    | source / (?: config\.json | README\.md | digests\.bin | {_INDEX} | headers / [^/]+ \.gz )
-    | {_WORK} / (?: job\.json | {_REMOVING} | manifest\.json | units / [^/]+ \.json ) {_PARTIAL}
-    | {_WORK} / {BEFORE} / manifest\.json
-    | {_WORK} / documents / \d+
-    | {_WORK} / staging / .+
-    """
-)
-FOLDERS = re.compile(
-    rf"""(?x)
-    {_STAGE} (?: rank-\d+-of-\d+ | common ) | stage-\d+-of-\d+ | source | source/headers
-    | {_WORK} (?: / (?: units | documents | {BEFORE} | staging (?: /.+ )? ) )?
-    """
-)
-
 
 def removable(out: Path, copied: Iterable[str]) -> list[Path]:
     """Every file of the conversion in OUT, relative to it, the manifest first.
 
     `copied` are the names of the small files that a conversion of this source copies: what else could tell
-    them, where there is no manifest that lists them. Raises UsageError where OUT holds anything that no
+    them, where there is no list of what is in OUT. Raises UsageError where OUT holds anything that no
     conversion wrote.
     """
-    listed, not_ours = _listed(out), _not_ours(out)
-    names = OWN | (set(copied) if listed is None else listed)
+    listed, named, not_ours = _listed(out), OWN | set(copied), _not_ours(out)
     files, foreign = [], []
     for path, kind in _walk(out):
-        formed = not str(path).startswith(not_ours) and (
-            FORMS.fullmatch(str(path))
-            if stat.S_ISREG(kind)
-            else stat.S_ISDIR(kind) and FOLDERS.fullmatch(str(path)) and not on_its_own(out / path)
-        )
-        if not formed and not (stat.S_ISREG(kind) and str(path) in names):
-            foreign.append(path)
-        elif stat.S_ISREG(kind):
+        formed = not str(path).startswith(not_ours)
+        if formed and stat.S_ISREG(kind) and is_own(out, path, listed, named):
             files.append(path)
+        elif not (
+            formed and stat.S_ISDIR(kind) and FOLDERS.fullmatch(str(path)) and not on_its_own(out / path)
+        ):
+            foreign.append(path)
     if foreign:
         raise UsageError(
             f"{out} holds {count(len(foreign), 'file')} not of a conversion, such as {foreign[0]}; move them"
@@ -84,8 +55,7 @@ def clear_output(out: Path, copied: Iterable[str]) -> None:
     does.
     """
     files = removable(out, copied)
-    work = WorkFolder(out)
-    work.mark_removal()
+    WorkFolder(out).mark_removal([str(path) for path in files])
     for path in files:
         if path.parts[0] != WORK:
             (out / path).unlink()
@@ -101,15 +71,20 @@ def clear_output(out: Path, copied: Iterable[str]) -> None:
     (out / WORK).rmdir()
 
 
-def stale_files(out: Path, plan: OutputPlan, units: Iterable[OutputUnit]) -> list[Path]:
-    """Shards that lie under the names of units which have no record: a run broke off between the two, and
-    they are made anew. None where the conversion was finished once: of a repair that broke off they may be
-    right, and the source may turn out to be wrong.
+def leftovers(out: Path, plan: OutputPlan, units: Iterable[OutputUnit]) -> list[Path]:
+    """What a run that broke off left of units which have no record: half-written shards, and whole ones, but
+    those not where the conversion was finished once: of a repair that broke off they may be right, and the
+    source may turn out to be wrong. Raises UsageError where something else is in the place of a shard.
     """
-    if (out / DIGESTS).exists():
-        return []
-    paths = [out / plan.path(unit, rank) for unit in units for rank in unit.ranks]
-    return [path for path in paths if path.is_file() and not path.is_symlink()]
+    finished_once, found = (out / DIGESTS).exists(), []
+    for path in (out / plan.path(unit, rank) for unit in units for rank in unit.ranks):
+        refuse_no_shard(path)
+        if not finished_once and path.exists():
+            found.append(path)
+        half = path.with_name(path.name + PARTIAL)
+        if half.is_file() and not half.is_symlink():
+            found.append(half)
+    return found
 
 
 def remove_work(out: Path) -> None:
@@ -121,20 +96,13 @@ def remove_work(out: Path) -> None:
     with suppress(OSError):
         found = [(Path(WORK) / path, kind) for path, kind in _walk(out / WORK)]
         for path, kind in found:
-            if stat.S_ISREG(kind) and FORMS.fullmatch(str(path)):
+            if stat.S_ISREG(kind) and IN_WORK.fullmatch(str(path)):
                 with suppress(OSError):
                     (out / path).unlink()
         own = [path for path, kind in found if stat.S_ISDIR(kind) and FOLDERS.fullmatch(str(path))]
         for folder in [*sorted(own, reverse=True), Path(WORK)]:
             with suppress(OSError):
                 (out / folder).rmdir()
-
-
-def remove_partials(out: Path, folders: Iterable[str]) -> None:
-    """Remove the shards that a killed run left half-written in the folders of a conversion."""
-    for path in (path for folder in (*folders, WORK) for path in (out / folder).glob(f"*{PARTIAL}")):
-        if FORMS.fullmatch(path.relative_to(out).as_posix()) and not path.is_symlink():
-            path.unlink()
 
 
 def _walk(out: Path) -> Iterator[tuple[Path, int]]:
@@ -159,9 +127,17 @@ def _not_ours(out: Path) -> tuple[str, ...]:
 
 
 def _listed(out: Path) -> set[str] | None:
-    """The files that the manifest lists; None without one."""
-    try:
-        manifest = read_manifest(out)
-    except ConvertError:
-        return None
-    return {file.path for file in manifest.files} | {shard.path for shard in manifest.shards}
+    """The files of the conversion in OUT: as they were when its removal began, else as its manifest has them,
+    which may be set aside; None where nothing tells.
+    """
+    work = WorkFolder(out)
+    with suppress(OutputError):
+        if (removal := work.removal()) is not None:
+            return set(removal.files)
+    looks: tuple[Callable[[], Manifest | None], ...] = (partial(read_manifest, out), work.before)
+    for look in looks:
+        with suppress(OutputError):
+            if (manifest := look()) is not None:
+                files, shards = manifest.files, manifest.shards
+                return {"manifest.json"} | {each.path for each in files} | {each.path for each in shards}
+    return None

@@ -21,17 +21,18 @@ from marlin_convert.documents.bounds import LISTED
 from marlin_convert.documents.codec import NO_DIGEST, sealed
 from marlin_convert.documents.engine_files import quantization_config
 from marlin_convert.documents.manifest import MANIFEST_NAME, ListedFile
+from marlin_convert.documents.provenance import NAME as PROVENANCE
 from marlin_convert.documents.provenance import Provenance
 from marlin_convert.documents.records import FinishedUnit
 from marlin_convert.extras import package_version
 from marlin_convert.models.quantization import rewritten
 from marlin_convert.pipeline.build_manifest import build_manifest, digest_file, rank_index, source_digests
 from marlin_convert.pipeline.card import model_card
-from marlin_convert.pipeline.out_state import edited
+from marlin_convert.pipeline.out_state import edited, is_written_provenance
 from marlin_convert.pipeline.rank_documents import with_rank_documents
 from marlin_convert.pipeline.stages import Stages
 from marlin_convert.pipeline.target import Target
-from marlin_convert.pipeline.work_folder import WORK, WorkFolder, is_marked
+from marlin_convert.pipeline.work_folder import WORK, WorkFolder
 from marlin_convert.planning.output_plan import OutputPlan, OutputUnit
 from marlin_convert.shards.kept_source import may_be_edited
 from marlin_convert.storage.files import digest, file_digest, machine_errors, write_atomic, write_documents
@@ -57,28 +58,35 @@ def finish_output(target: Target, records: Mapping[str, FinishedUnit], checks: s
         documents["README.md"] = model_card(target, checks, files)
         files.append(ListedFile.of("README.md", documents["README.md"]))
         manifest, of_ranks = with_rank_documents(build_manifest(target, records, files, checks))
-        documents |= of_ranks | {"provenance.json": provenance(target, stages)}
-        _refuse_edited(out, documents)
+        documents |= of_ranks | {PROVENANCE: provenance(target, stages)}
+        outdated = _refuse_edited(out, documents)
         write_documents(out, documents, out / WORK / "documents")
+        for path in outdated:
+            (out / path).unlink(missing_ok=True)
         write_atomic(out / MANIFEST_NAME, sealed(manifest), out / WORK / MANIFEST_NAME)
 
 
-def _refuse_edited(out: Path, documents: Mapping[str, bytes]) -> None:
-    """Raise UsageError where a document is there that neither is to be written nor was written before."""
+def _refuse_edited(out: Path, documents: Mapping[str, bytes]) -> list[str]:
+    """Raise UsageError where a document is there that neither is to be written nor was written before.
+    Returns those that were written before and are not to be written any more: the source has lost them.
+    """
     manifest = WorkFolder(out).before()
     before = {} if manifest is None else {file.path: file.digest for file in manifest.files}
+    outdated = [path for path in before.keys() - documents.keys() if os.path.lexists(out / path)]
     theirs = []
-    for path, data in documents.items():
+    for path in (*documents, *outdated):
         if not os.path.lexists(out / path) or not may_be_edited(path):
             continue
-        if path == "provenance.json":  # it has the time of its run
-            known = is_marked(out / path)
+        if path == PROVENANCE:  # it has the time of its run
+            known = is_written_provenance(out)
         else:
-            known = _digest_of(out / path) in (digest(data).hex(), before.get(path))
+            wanted = digest(documents[path]).hex() if path in documents else None
+            known = _digest_of(out / path) in (wanted, before.get(path))
         if not known:
             theirs.append(path)
     if theirs:
         raise edited(out, theirs)
+    return outdated
 
 
 def _digest_of(path: Path) -> str | None:

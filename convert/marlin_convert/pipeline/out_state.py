@@ -9,6 +9,8 @@ from pathlib import Path
 
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.documents.manifest import Manifest, read_manifest
+from marlin_convert.documents.provenance import NAME as PROVENANCE
+from marlin_convert.documents.provenance import is_as_written
 from marlin_convert.documents.records import JobRecord
 from marlin_convert.errors import ConvertError, UsageError
 from marlin_convert.pipeline.work_folder import REMOVING, WORK, WorkFolder, is_marked
@@ -64,7 +66,7 @@ def observe(out: Path, source: Source | None) -> OutState:
         before = work.before() if begun and not removing else None
     except ConvertError as error:
         damaged = error
-    remains = removing or (not ours and is_marked(out / "provenance.json"))
+    remains = removing or (not ours and is_marked(out / PROVENANCE))
     lost = frozenset() if manifest is None else lost_shards(out, manifest)
     gone, edited = ([], []) if manifest is None else _documents(out, manifest)
     since = [] if before is None else _documents(out, before)[1]
@@ -102,7 +104,17 @@ def _documents(out: Path, manifest: Manifest) -> tuple[list[str], list[str]]:
             if sound_bytes(out, manifest, file.path) is None:
                 theirs = os.path.lexists(out / file.path) and may_be_edited(file.path)
                 (edited if theirs else gone).append(file.path)
+    if not is_written_provenance(out):
+        edited.append(PROVENANCE)
     return gone, edited
+
+
+def is_written_provenance(out: Path) -> bool:
+    """Whether provenance.json, where it is there, is as it was written."""
+    try:
+        return not os.path.lexists(out / PROVENANCE) or is_as_written(out)
+    except OSError:
+        return False  # a folder, a pipe or a link to nowhere
 
 
 def edited(out: Path, paths: Sequence[str]) -> UsageError:

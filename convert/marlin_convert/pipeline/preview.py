@@ -16,7 +16,7 @@ from marlin_convert.documents.manifest import read_manifest
 from marlin_convert.errors import ConvertError, MachineError
 from marlin_convert.limits import allow, read_limits
 from marlin_convert.pipeline.budget import choose_budget
-from marlin_convert.pipeline.clear import removable, stale_files
+from marlin_convert.pipeline.clear import leftovers, removable
 from marlin_convert.pipeline.kernel_check import kernel_check
 from marlin_convert.pipeline.opening import open_and_plan
 from marlin_convert.pipeline.out_state import OutState, observe
@@ -139,11 +139,13 @@ class _Wish:
             manifest = read_manifest(self.out)
             what_is_kept(self.out, manifest, self.source)
             lost = lost_units(self.out, manifest)
-            return [unit for unit in units if unit.name in lost], 0
+            units = [unit for unit in units if unit.name in lost]
+            leftovers(self.out, self.plan, units)
+            return units, 0
         if action is Action.CONTINUE:
             work = WorkFolder(self.out)
             left = [unit for unit in units if work.finished(self.plan, unit) is None]
-            return left, sum(path.stat().st_size for path in stale_files(self.out, self.plan, left))
+            return left, sum(path.stat().st_size for path in leftovers(self.out, self.plan, left))
         return units, 0
 
     def _source_bytes(self, units: Sequence[OutputUnit]) -> int:

@@ -8,6 +8,7 @@ from marlin_convert.checkpoint.source import Source
 from marlin_convert.documents.manifest import Manifest, Shard, Unit, read_manifest
 from marlin_convert.documents.records import ExpertDigests, FinishedFile, FinishedUnit, JobRecord
 from marlin_convert.errors import OutputError
+from marlin_convert.pipeline.ours import refuse_no_shard
 from marlin_convert.pipeline.target import Target
 from marlin_convert.pipeline.work_folder import WorkFolder
 from marlin_convert.shards.inspect import lost_shards
@@ -24,6 +25,8 @@ def reopen(target: Target, work: WorkFolder, job: JobRecord | None) -> None:
     out, plan = target.out, target.plan
     manifest = read_manifest(out)
     kept, blob = what_is_kept(out, manifest, target.source)
+    for path in lost_shards(out, manifest):
+        refuse_no_shard(out / path)
     if job is not None:
         work.begin(job)
     planned = {unit.name for unit in plan.units}

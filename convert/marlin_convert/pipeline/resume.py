@@ -24,7 +24,7 @@ from marlin_convert.pipeline.out_state import OutState, edited
 from marlin_convert.pipeline.places import refuse_nested
 from marlin_convert.pipeline.recheck import compare_known
 from marlin_convert.pipeline.target import Target
-from marlin_convert.pipeline.work_folder import WORK
+from marlin_convert.pipeline.work_folder import FOLDERS, WORK
 from marlin_convert.planning.output_plan import OutputPlan
 from marlin_convert.shards.kept_source import DIGESTS
 from marlin_convert.storage.files import refuse_in_place_of
@@ -91,7 +91,8 @@ def decide(state: OutState, request: Request) -> Decision:
         raise edited(state.out, state.edited)
     decision = _spare_or_replace(state, request) if request.overwrite else _go_on(state, request)
     if decision.action not in (Action.DONE, Action.REPLACE):
-        for folder in (*request.target.plan.folders, "source", "source/headers", WORK):
+        work = (WORK, *(f"{WORK}/{name}" for name in FOLDERS))
+        for folder in (*request.target.plan.folders, "source", "source/headers", *work):
             refuse_in_place_of(out / folder)
     return decision
 

@@ -18,10 +18,9 @@ from marlin_convert.layout import load_compiled
 from marlin_convert.pipeline.budget import Budget, choose_budget
 from marlin_convert.pipeline.clear import (
     clear_output,
+    leftovers,
     removable,
-    remove_partials,
     remove_work,
-    stale_files,
 )
 from marlin_convert.pipeline.executor import Executor, Job
 from marlin_convert.pipeline.expert_job import expert_jobs
@@ -161,7 +160,7 @@ class Conversion:
             make_path(out)
         with locked(out):
             decision = self._decide()
-            if decision.action is Action.REPLACE and confirm is not None:
+            if decision.action is Action.REPLACE:
                 self._ask(confirm)
             if not decision.claim:
                 target = self.target = replace(target, identity=target.identity.unclaimed())
@@ -179,13 +178,16 @@ class Conversion:
             out, decision.action.value, len(left), made, found, target.plan.total_bytes, self.stages
         )
 
-    def _ask(self, confirm: Confirm) -> None:
-        """Raise UsageError unless the files that are to be removed may be. Asked under the lock: what is
-        removed is what was shown.
+    def _ask(self, confirm: Confirm | None) -> None:
+        """Raise UsageError unless the files that are to be removed may be, MachineError where the disk is too
+        small without them, too. Asked under the lock: what is removed is what was shown.
         """
-        out = self.target.out
-        files = [out / path for path in removable(out, self.target.source.auxiliary)]
-        if files and not confirm(files):
+        source, plan, out = self.target.source, self.target.plan, self.target.out
+        files = [out / path for path in removable(out, source.auxiliary)]
+        need = Need.of(source, plan, plan.units, sum(path.stat().st_size for path in files))
+        fetcher = source.store.fetcher(needs(source, plan, plan.units), staging_of(out), None)
+        refuse_full_disk(out, need, fetcher)
+        if files and confirm is not None and not confirm(files):
             raise UsageError(f"{out} was left as it is")
 
     def _decide(self) -> Decision:
@@ -212,11 +214,9 @@ class Conversion:
             self.records = self._recorded()
             if decision.recheck:
                 compare_recorded(target.source, self.records.values(), decision.recheck)
-            remove_partials(out, target.plan.folders)
             left = [unit for unit in target.plan.units if unit.name not in self.records]
-            if decision.action is Action.CONTINUE:
-                for path in stale_files(out, target.plan, left):
-                    path.unlink()  # before what is made anew takes as much again
+            for path in leftovers(out, target.plan, left):
+                path.unlink()  # before what is made anew takes as much again
         return left
 
     def _begin(

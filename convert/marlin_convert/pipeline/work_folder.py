@@ -6,14 +6,14 @@ import errno
 import fcntl
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from marlin_convert.documents.bounds import JOB, RECORD
+from marlin_convert.documents.bounds import JOB, MANIFEST, RECORD
 from marlin_convert.documents.codec import begins_ours, read, write
 from marlin_convert.documents.manifest import Manifest, read_manifest
-from marlin_convert.documents.records import FinishedUnit, JobRecord, read_record, write_record
+from marlin_convert.documents.records import FinishedUnit, JobRecord, Removal, read_record, write_record
 from marlin_convert.errors import MachineError, MachineWarning, OutputError
 from marlin_convert.planning.output_plan import OutputPlan, OutputUnit
 from marlin_convert.storage.files import (
@@ -27,6 +27,7 @@ from marlin_convert.storage.files import (
     sync_folder,
     write_atomic,
 )
+from marlin_convert.storage.shard_file import FORMAT
 
 WORK = ".work"
 #: in it while a conversion is being removed: what is left still carries our mark
@@ -37,6 +38,8 @@ BEFORE = "before"
 RESTORE = "restore.json"
 #: by any of these a folder is known to be ours, made or begun
 MARKS = ("manifest.json", f"{WORK}/job.json", f"{WORK}/{RESTORE}")
+#: the folders in that of a conversion
+FOLDERS = ("units", "documents", BEFORE, "staging")
 #: how file systems say that they lock nothing, or no folders (NFS: EBADF)
 NO_LOCKS = UNSUPPORTED | {errno.ENOLCK, errno.EBADF, errno.EISDIR}
 #: what opening a file of ours says where there is none: nothing, a link, or something in its place or above
@@ -88,8 +91,8 @@ def locked(out: Path) -> Iterator[None]:
 
 
 def staging_of(out: Path) -> Path:
-    """Where source files are kept that are to be freed."""
-    return (out / WORK / "staging").resolve()
+    """Where source files are kept that are to be freed; a link there is none of ours."""
+    return out.resolve() / WORK / "staging"
 
 
 class WorkFolder:
@@ -119,11 +122,21 @@ class WorkFolder:
         write_atomic(self.folder / "job.json", write(job, indent=1))
         sync_folder(self.out)
 
-    def mark_removal(self) -> None:
-        """From now on OUT is what is left of a conversion."""
+    def mark_removal(self, files: Sequence[str]) -> None:
+        """From now on OUT is what is left of a conversion of these files."""
         make_folder(self.folder)
-        write_atomic(self.folder / REMOVING, b'{"format": "marlin-convert"}\n')
+        write_atomic(self.folder / REMOVING, write(Removal(FORMAT, tuple(files))))
         sync_folder(self.out)
+
+    def removal(self) -> Removal | None:
+        """What was begun to be removed. Raises OutputError where that cannot be read."""
+        path = self.folder / REMOVING
+        if not path.exists():
+            return None
+        try:
+            return read(read_small(path, MANIFEST), Removal, f"{path} is damaged")
+        except OSError as error:
+            raise OutputError(f"{path} is damaged ({error.strerror})") from error
 
     def set_aside(self) -> None:
         """From now on OUT is being mended: its manifest no longer stands for what is there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -11,8 +12,8 @@ from msgspec import Struct
 
 from marlin_convert.documents.codec import write
 from marlin_convert.errors import ConvertError, UsageError
-from marlin_convert.report.page import About, Page, unfinished
-from marlin_convert.storage.files import machine_errors, write_atomic
+from marlin_convert.report.page import GENERATOR, About, Page, unfinished
+from marlin_convert.storage.files import machine_errors, open_regular, write_atomic
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class ReportFolder:
                 f"--report {self.folder} lies within {out}, where the next verify would take it for damage;"
                 " give a folder elsewhere"
             )
+        self._refuse_others()
         with machine_errors(f"creating {self.folder}"):
             self.folder.mkdir(parents=True, exist_ok=True)
         with self._writing():
@@ -56,6 +58,18 @@ class ReportFolder:
             self._write(page)
         return self._path("html")
 
+    def _refuse_others(self) -> None:
+        """Raise UsageError where what would be replaced is not the page of an earlier report, or the JSON
+        beside one.
+        """
+        page = self._path("html")
+        for path in (page, self._path("json")):
+            if os.path.lexists(path) and not _is_page(page):
+                raise UsageError(
+                    f"{path} would be replaced and is not of a report of this program; move it away, or give"
+                    " another folder"
+                )
+
     def _writing(self) -> AbstractContextManager[None]:
         return machine_errors(f"writing the report into {self.folder}")
 
@@ -64,3 +78,12 @@ class ReportFolder:
 
     def _path(self, ending: str) -> Path:
         return self.folder / f"{self.name}.{ending}"
+
+
+def _is_page(path: Path) -> bool:
+    """Whether a file is a page of ours; a link is none."""
+    try:
+        with os.fdopen(open_regular(path, os.O_NOFOLLOW), "rb") as file:
+            return str(GENERATOR).encode() in file.read(512)
+    except OSError:
+        return False

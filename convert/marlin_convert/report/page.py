@@ -11,6 +11,8 @@ from marlin_convert.report.html import Content, Html, facts, section, tag
 
 #: nothing is fetched and nothing runs, whatever stands in the page
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+#: by which a page is known to be ours, near its beginning
+GENERATOR = tag("meta", name="generator", content="marlin-convert")
 #: the sign of each tone: color alone says nothing
 MARKS = {"good": "✓", "bad": "✕", "warn": "!", "idle": "·"}
 Tone = Literal["good", "bad", "warn", "idle"]
@@ -46,6 +48,7 @@ class Page:
         head = tag(
             "head",
             tag("meta", charset="utf-8"),
+            GENERATOR,
             tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
             tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
             tag("meta", name="referrer", content="no-referrer"),

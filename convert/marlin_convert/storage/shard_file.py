@@ -189,6 +189,15 @@ def header_bytes(layout: FileLayout, metadata: dict[str, str], start: int) -> by
     return (start - 8).to_bytes(8, "little") + raw + b" " * (start - 8 - len(raw))
 
 
+#: how the JSON of our headers begins
+MARK = b'{"__metadata__":{"format":"marlin-convert",'
+
+
+def is_marked_shard(start: bytes) -> bool:
+    """Whether a file that starts with these bytes is a shard of ours, whole or not."""
+    return start[8 : 8 + len(MARK)] == MARK
+
+
 def format_version(topology: Topology) -> Literal[1, 2]:
     """2 where attention is split apart or there are stages, which a loader of version 1 would misread."""
     return 1 if topology.attn_tp is None and topology.pp == 1 else 2

@@ -1,0 +1,94 @@
+"""Which files of OUT are ours: by name, kind and place, and by what lists them or what is in them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Set
+from contextlib import suppress
+from pathlib import Path
+
+from marlin_convert.checkpoint.index import INDEX_NAME
+from marlin_convert.documents.bounds import LISTED
+from marlin_convert.documents.provenance import NAME as PROVENANCE
+from marlin_convert.documents.provenance import is_as_written
+from marlin_convert.errors import UsageError
+from marlin_convert.pipeline.work_folder import BEFORE, REMOVING, WORK
+from marlin_convert.storage.files import PAGE, open_regular, read_small
+from marlin_convert.storage.shard_file import is_marked_shard
+from marlin_convert.storage.writer import PARTIAL
+
+#: what every conversion writes at the top, beside the small files it copies
+OWN = frozenset({"manifest.json", PROVENANCE, "digests.bin", "config.json", "README.md"})
+_INDEX, _WORK, _REMOVING = map(re.escape, (INDEX_NAME, WORK, REMOVING))
+_PARTIAL = f"(?: {re.escape(PARTIAL)} )?"
+_CACHE = r"(?: /\.cache (?: /huggingface (?: /.+ )? )? )?"
+_UNIT = r"(?: layer-\d+ | top | embed | head | common )"
+_STAGE = r"(?: stage-\d+-of-\d+ / )?"
+#: below the top, as patterns of whole paths
+FORMS = re.compile(
+    rf"""(?x)
+    {_STAGE} (?: rank-\d+-of-\d+ | common ) / {_INDEX}
+    | {_STAGE} rank-\d+-of-\d+ / (?: manifest | experts ) \.json
+    | {_STAGE} (?: rank-\d+-of-\d+ | common ) / {_UNIT} \.safetensors {_PARTIAL}
+    | source / (?: config\.json | README\.md | digests\.bin | {_INDEX} | headers / [^/]+ \.safetensors\.gz )
+    """
+)
+IN_WORK = re.compile(
+    rf"""(?x)
+    {_WORK} / (?:
+        (?: job\.json | {_REMOVING} | manifest\.json | units / {_UNIT} \.json ) {_PARTIAL}
+        | {BEFORE} / manifest\.json
+        | documents / \d+
+        | staging / (?: [^/]+ \.safetensors | \.cache/huggingface/.+ )
+    )
+    """
+)
+FOLDERS = re.compile(
+    rf"""(?x)
+    {_STAGE} (?: rank-\d+-of-\d+ | common ) | stage-\d+-of-\d+ | source | source/headers
+    | {_WORK} (?: / (?: units | documents | {BEFORE} | staging {_CACHE} ) )?
+    """
+)
+#: what is in such a file of ours
+SIGNS = {"README.md": b"Made by marlin-convert from ", "config.json": b'"quant_method": "marlin-convert"'}
+
+
+def is_own(out: Path, path: Path, listed: Set[str] | None, named: Set[str]) -> bool:
+    """Whether a file of OUT, at `path` in it, is of the conversion: by what lists its files, `listed`; where
+    nothing does, by its name (`named` at the top) and by what is in it. Raises MachineError.
+    """
+    name = str(path)
+    if path.parts[0] == WORK:
+        return IN_WORK.fullmatch(name) is not None
+    if name == PROVENANCE:
+        with suppress(OSError):
+            return is_as_written(out)
+        return False
+    if listed is not None:
+        return name in listed or (FORMS.fullmatch(name) is not None and name.removesuffix(PARTIAL) in listed)
+    if name in SIGNS:
+        with suppress(OSError):
+            return SIGNS[name] in read_small(out / path, LISTED)
+        return False
+    if name.endswith(".safetensors"):
+        return FORMS.fullmatch(name) is not None and is_shard(out / path)
+    return name in named or FORMS.fullmatch(name) is not None
+
+
+def is_shard(path: Path) -> bool:
+    """Whether a file is a shard of ours, whole, cut off or emptied; a link is none."""
+    try:
+        with os.fdopen(open_regular(path, os.O_NOFOLLOW), "rb") as file:
+            return is_marked_shard(start := file.read(PAGE)) or not start
+    except OSError:
+        return False
+
+
+def refuse_no_shard(path: Path) -> None:
+    """Raise UsageError where something else is in the place of a shard that is to be made."""
+    if os.path.lexists(path) and not is_shard(path):
+        raise UsageError(
+            f"{path} is in the place of a shard and is none of this program; move it away, then run the same"
+            " command again"
+        )
