@@ -50,6 +50,27 @@ def test_kept_in_the_cache_and_used_again(
     assert differences(tmp_path / "a", expected) == differences(tmp_path / "b", expected) == []
 
 
+def test_staging_behind_a_link_is_refused_and_not_emptied(
+    run: Run, published: Published, tmp_path: Path
+) -> None:
+    out, mine = tmp_path / "out", tmp_path / "mine"
+    line = ("convert", published.repo, out, "--tp", 2, "--free-source")
+    assert run(*line).code == 0
+    (out / "rank-00-of-02" / "top.safetensors").unlink()
+    mine.mkdir()
+    (out / ".work").mkdir()
+    (out / ".work" / "staging").symlink_to(mine)
+    for name in ("thesis.tex", "other-model.safetensors"):
+        (mine / name).write_text("mine")
+    done = run(*line)
+    assert done.code == 2
+    assert "staging is a link; move it away" in done.stderr
+    assert {path.name: path.read_text() for path in mine.iterdir()} == {
+        "thesis.tex": "mine",
+        "other-model.safetensors": "mine",
+    }
+
+
 def test_kept_in_a_folder_of_choice(run: Run, published: Published, expected: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     assert run("convert", published.repo, tmp_path / "out", "--tp", 2, "--local-dir", kept).code == 0

@@ -184,6 +184,16 @@ def test_somebody_elses_file_is_not_taken_for_an_earlier_report(tmp_path: Path, 
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "mine")]
 
 
+def test_a_report_does_not_go_into_another_conversion(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"format":"marlin-convert",')
+    with (
+        pytest.raises(UsageError, match="would take it for damage"),
+        ReportFolder(tmp_path / "below" / "report", "verify", ABOUT).working(),
+    ):
+        raise AssertionError
+    assert not (tmp_path / "below").exists()
+
+
 def test_a_report_behind_a_link_is_left(tmp_path: Path) -> None:
     mine = tmp_path / "mine.html"
     mine.write_bytes(unfinished(ABOUT).encoded())

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 from marlin_convert.documents.doctor import Place
 from marlin_convert.limits import text_of
 from marlin_convert.storage.buffers import aligned_buffer
-from marlin_convert.storage.files import PAGE, existing, free_space, open_direct, write_all
+from marlin_convert.storage.disk_rate import open_nameless
+from marlin_convert.storage.files import PAGE, existing, free_space, write_all
 
 PROBE_BYTES = 16 * PAGE
 NO_DIRECT = "the file system has no direct I/O; ordinary I/O is used, which is slower for large files"
@@ -57,25 +56,18 @@ def _file_system(folder: Path) -> str | None:
 def _probe(folder: Path) -> tuple[str, str]:
     """What is wrong with ordinary and with direct writing and reading."""
     try:
-        descriptor, name = tempfile.mkstemp(prefix=".marlin-convert-probe-", dir=folder)
+        descriptor, direct = open_nameless(folder)
     except OSError as error:
         problem = f"no file can be made there ({error.strerror})"
         return problem, problem
-    os.close(descriptor)
-    try:
-        ordinary = _round_trip(lambda: os.open(name, os.O_RDWR))
-        return ordinary, _round_trip(lambda: open_direct(Path(name), os.O_RDWR))
-    finally:
-        os.unlink(name)
+    return _round_trip(descriptor), _round_trip(direct)
 
 
-def _round_trip(open_file: Callable[[], int | None]) -> str:
-    """Aligned write, flush, aligned read, compare: what goes wrong."""
-    descriptor: int | None = None
+def _round_trip(descriptor: int | None) -> str:
+    """Aligned write, flush, aligned read, compare: what goes wrong. Closes it."""
+    if descriptor is None:
+        return NO_DIRECT
     try:
-        descriptor = open_file()
-        if descriptor is None:
-            return NO_DIRECT
         written, back = aligned_buffer(PROBE_BYTES), aligned_buffer(PROBE_BYTES)
         written[:] = [i * 31 % 251 for i in range(PROBE_BYTES)]
         write_all(descriptor, written.data, 0)
@@ -89,5 +81,4 @@ def _round_trip(open_file: Callable[[], int | None]) -> str:
     except OSError as error:
         return f"{error.strerror} while writing and reading back"
     finally:
-        if descriptor is not None:
-            os.close(descriptor)
+        os.close(descriptor)

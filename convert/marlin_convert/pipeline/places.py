@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from marlin_convert.errors import UsageError
-from marlin_convert.pipeline.work_folder import MARKS, is_marked
+from marlin_convert.pipeline.work_folder import is_ours
 
 
 def refuse_nested(out: Path, source: Path | None, places: Collection[Path]) -> None:
@@ -16,7 +16,7 @@ def refuse_nested(out: Path, source: Path | None, places: Collection[Path]) -> N
     """
     here = out.resolve()
     for above in here.parents:
-        if any(is_marked(above / mark) for mark in MARKS):
+        if is_ours(above):
             raise UsageError(f"{out} lies in the conversion {above}; choose another place for the output")
     if source is not None:
         there = source.resolve()

@@ -61,6 +61,11 @@ def is_marked(path: Path) -> bool:
         return begins_ours(file.read(64))
 
 
+def is_ours(folder: Path) -> bool:
+    """Whether a folder is a conversion, made or begun. Raises MachineError where that cannot be seen."""
+    return any(is_marked(folder / mark) for mark in MARKS)
+
+
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
     """Hold OUT for this process. Raises MachineError where another one has it.

@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from marlin_convert.documents.codec import write
 from marlin_convert.errors import ConvertError, UsageError
+from marlin_convert.pipeline.work_folder import is_ours
 from marlin_convert.report.page import GENERATOR, About, Page, unfinished
 from marlin_convert.storage.files import machine_errors, open_regular, write_atomic
 
@@ -32,12 +33,13 @@ class ReportFolder:
         Raises MachineError where nothing can be written there, UsageError where that would be within the
         folder that is looked at, both before anything is done.
         """
-        out = Path(self.about.out)
-        if self.folder.resolve().is_relative_to(out.resolve()):
-            raise UsageError(
-                f"--report {self.folder} lies within {out}, where the next verify would take it for damage;"
-                " give a folder elsewhere"
-            )
+        here = self.folder.resolve()
+        for place in (here, *here.parents):
+            if place == Path(self.about.out).resolve() or is_ours(place):
+                raise UsageError(
+                    f"--report {self.folder} lies within {place}, where the next verify would take it for"
+                    " damage; give a folder elsewhere"
+                )
         self._refuse_others()
         with machine_errors(f"creating {self.folder}"):
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -42,9 +42,8 @@ def write_rate(folder: Path, most: int = MOST) -> float | None:
     """Bytes a second that a new file in a folder is written with, until it is on the disk; None where no more
     than a few bytes may be written. The file is gone afterwards. Raises OSError.
     """
-    descriptor, name = tempfile.mkstemp(prefix=".marlin-convert-probe-", dir=folder)
+    descriptor, direct = open_nameless(folder)
     try:
-        direct = open_direct(Path(name), os.O_WRONLY)
         try:
             buffer, done, start = aligned_buffer(PIECE), 0, time.perf_counter()
             buffer[:] = 0x5A  # zeros would cost some file systems nothing
@@ -58,4 +57,17 @@ def write_rate(folder: Path, most: int = MOST) -> float | None:
                 os.close(direct)
     finally:
         os.close(descriptor)
+
+
+def open_nameless(folder: Path) -> tuple[int, int | None]:
+    """A new file in a folder, which goes when it is closed or this process is killed: a descriptor, and one
+    past the page cache where there is such a thing. Raises OSError.
+    """
+    descriptor, name = tempfile.mkstemp(prefix=".marlin-convert-probe-", dir=folder)
+    try:
+        return descriptor, open_direct(Path(name), os.O_RDWR)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    finally:
         os.unlink(name)
