@@ -20,10 +20,11 @@ from msgspec.structs import replace
 
 from any_document import plain
 from marlin_convert import doctor
-from marlin_convert.doctor import examine, place
+from marlin_convert.doctor import examine
 from marlin_convert.doctor.gpu import advice, find_torch
 from marlin_convert.documents.doctor import Answer, Driver, DriverGpu, ProviderReport, Torch, TorchGpu
 from marlin_convert.extras import installed
+from marlin_convert.storage import disk_rate
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "schemas" / "doctor.schema.json").read_text())
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -84,7 +85,7 @@ def test_a_place_that_cannot_be_written(command: Command) -> None:
 
 
 def test_no_direct_io(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(place, "open_direct", lambda path, flags: None)
+    monkeypatch.setattr(disk_rate, "open_direct", lambda path, flags: None)
     found = examine(tmp_path)
     assert not found.place.direct_io
     assert found.conversion.ok
