@@ -12,7 +12,7 @@ from marlin_convert.checkpoint.index import INDEX_NAME
 from marlin_convert.documents.manifest import Manifest, read_manifest
 from marlin_convert.documents.restore import MissingFile
 from marlin_convert.errors import OutputError, UsageError
-from marlin_convert.pipeline.clear import OWN
+from marlin_convert.pipeline.ours import OWN
 from marlin_convert.shards.assembled import AssembledReader
 from marlin_convert.shards.inspect import lost_shards
 from marlin_convert.shards.kept_source import CONFIG_KEPT, KeptSource, read_sound_source, sound_bytes
