@@ -351,13 +351,13 @@ def test_a_part_with_one_rank_of_each_head_is_proven_as_far_as_it_goes(
             {"heads": 12, "kv_heads": 4, "experts": 6},
             6,
             "--tp 6 does not divide model.layers.0.self_attn.k_proj.weight: 4 heads of 32; choose a tp that"
-            " does, or a multiple of 4",
+            " does, or a multiple of 4; with --ep 1, --tp 1, 2, 4 would do",
         ),
         (
             {"heads": 8, "kv_heads": 2, "experts": 16},
             16,
             "--tp 16 does not divide model.layers.0.self_attn.q_proj.weight: 8 heads of 32; choose a tp that"
-            " does",
+            " does; with --tp 16 --ep 16, --attn-tp 1, 2, 4, 8 would do",
         ),
     ],
 )

@@ -161,7 +161,7 @@ def test_yes_without_overwrite(tiny: Checkpoint, tmp_path: Path, command: Comman
 def test_in_python(tiny: Checkpoint, tmp_path: Path) -> None:
     report = plan(tiny.folder, tmp_path / "out", tp=2)
     assert report.refusal is None
-    assert repr(report).startswith(f"PlanReport({str(tiny.folder)!r}, tp=2, ep=1, units=5, bytes=")
+    assert repr(report).startswith(f"PlanReport({str(tiny.folder)!r}, tp=2, ep=1, attn_tp=2, units=5, bytes=")
     assert len(repr(report)) < 300
     assert plan(tiny.folder, tmp_path, tp=2, verify="exact").refusal is None
     assert plan(tiny.folder, tiny.folder, tp=2).refusal is not None

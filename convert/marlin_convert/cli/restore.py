@@ -23,7 +23,7 @@ LISTED = 10
 @click.command(
     "restore",
     short_help="Make the published checkpoint again out of a conversion.",
-    epilog=examples("restore k26-tp8 Kimi-K2.6", "restore k26-tp8 Kimi-K2.6 --json --log-json"),
+    epilog=examples("restore k26-tp8 k26", "restore k26-tp8 k26 --json --log-json"),
 )
 @click.argument("out", type=click.Path(path_type=Path))
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")

@@ -142,7 +142,7 @@ class RestoreFolder:
 
     def end(self, names: Collection[str], small: int) -> None:
         """All is there, `names` and so many small files: what is ours is removed, the mark last. What cannot
-        be removed stays.
+        be removed stays, and the mark with it, so that the next run tries again.
         """
         try:
             self.refuse_links()
@@ -159,8 +159,8 @@ class RestoreFolder:
     def _remove_files(self, names: Collection[str], small: int) -> None:
         records = [path for name in names for path in _and_partial(self._record(name))]
         documents = [self.work / DOCUMENTS / str(number) for number in range(small)]
-        for path in (*self._made(names), *records, *documents, *_and_partial(self.work / RESTORE)[::-1]):
-            with suppress(OSError):
+        with suppress(OSError):
+            for path in (*self._made(names), *records, *documents, *_and_partial(self.work / RESTORE)[::-1]):
                 path.unlink(missing_ok=True)
 
 
