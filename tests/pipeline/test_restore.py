@@ -112,8 +112,9 @@ FORMS: dict[str, tuple[dict[str, Any], Spoil | None]] = {
     "shuffled": ({"order": "shuffled", "shape_dtype": "I64"}, odd_padding),
     "interleaved": ({"order": "interleaved", "split_layer": True}, None),
 }
-#: tp, ep, attn_tp; with eight slices each is padded
-SPLITS = [(1, 1, None), (4, 2, None), (8, 1, None), (4, 1, 2), (4, 4, 1)]
+Split = tuple[int, int, int | None, int]
+#: tp, ep, attn_tp, pp; with eight slices each is padded
+SPLITS: list[Split] = [(1, 1, None, 1), (4, 2, None, 1), (8, 1, None, 2), (4, 1, 2, 1), (4, 4, 1, 2)]
 PAIRS = [(form, SPLITS[number % len(SPLITS)]) for number, form in enumerate(FORMS)]
 ALL = [(form, split) for form in FORMS for split in SPLITS if (form, split) not in PAIRS]
 
@@ -175,10 +176,10 @@ def published(source: Path) -> dict[str, bytes]:
     ids=lambda value: str(value).replace(" ", "-"),
 )
 def test_the_published_files_come_back(
-    sources: Callable[[str], Path], tmp_path: Path, form: str, split: tuple[int, int, int | None]
+    sources: Callable[[str], Path], tmp_path: Path, form: str, split: Split
 ) -> None:
-    source, (tp, ep, attn_tp) = sources(form), split
-    convert(source, tmp_path / "out", tp=tp, ep=ep, attn_tp=attn_tp, threads=2)
+    source, (tp, ep, attn_tp, pp) = sources(form), split
+    convert(source, tmp_path / "out", tp=tp, ep=ep, attn_tp=attn_tp, pp=pp, threads=2)
     found = restore(tmp_path / "out", tmp_path / "back", threads=2)
     assert everything(tmp_path / "back") == published(source)
     files = weights(source)

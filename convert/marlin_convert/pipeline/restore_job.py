@@ -21,7 +21,6 @@ from marlin_convert.pipeline.restore_plan import RestorePlan
 from marlin_convert.pipeline.restored_file import file_head, restored, sha256_of
 from marlin_convert.pipeline.stages import Tools
 from marlin_convert.pipeline.work import Work
-from marlin_convert.storage.buffers import Bytes
 from marlin_convert.storage.files import PAGE, machine_errors
 from marlin_convert.storage.source_reader import Part, Reads
 from marlin_convert.storage.writer import ShardFile
@@ -81,8 +80,8 @@ class FileWork(Work):
 
 
 class Step(NamedTuple):
-    """What is made at once: bytes that follow one another in the file, from `offset` on, and how they are
-    read.
+    """What is made at once: bytes that follow one another, in the file from `offset` on and in the buffer, in
+    which they lie to the pages as in the file.
     """
 
     offset: int
@@ -114,7 +113,10 @@ class RestoreJob:
     def _steps(self) -> tuple[Step, ...]:
         """In the order of the file."""
         plan = self.work.plan.reader.plan
-        return tuple(Step(offset, parts, plan(parts)) for offset, parts in _parts(self.entries, self.limit))
+        return tuple(
+            Step(offset, parts, plan(parts, offset % PAGE))
+            for offset, parts in _parts(self.entries, self.limit)
+        )
 
     def run(self, tools: Tools) -> None:
         """Make them, unless the file cannot be made; where these cannot, the others need not be. Raises
@@ -137,20 +139,12 @@ class RestoreJob:
                 with tools.stages.time("hash", size):
                     for part, data in zip(step.parts, made, strict=True):
                         hashers[part.tensor].update(data.data)
+                begin = step.reads.places[0]
                 with tools.stages.time("write", size):
-                    self._write(step, buffer)
+                    self.work.file.write(buffer[begin : begin + size], step.offset)
                 tools.progress(self.work.header.file, size)
         for entry in self.entries:
             self._compare(entry, hashers[entry.name].digest())
-
-    def _write(self, step: Step, buffer: Bytes) -> None:
-        """Write what lies together in the buffer, too, at once."""
-        offset = step.offset
-        ends = [at + part.size for part, at in zip(step.parts, step.reads.places, strict=True)]
-        joined = zip(step.reads.places, ends, strict=True)
-        for begin, end in _together(joined):
-            self.work.file.write(buffer[begin:end], offset)
-            offset += end - begin
 
     def _compare(self, entry: TensorEntry, found: bytes) -> None:
         plan, kept = self.work.plan, self.work.plan.kept.digests[entry.name]
@@ -162,17 +156,6 @@ class RestoreJob:
             f"{entry.name}, put together from the shards, is not what it was: its xxh3-128 is {found.hex()},"
             f" source/digests.bin has {kept.hex()}{hint}"
         )
-
-
-def _together(places: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Ranges that follow one another, as one."""
-    begin, end = next(places)
-    for start, stop in places:
-        if start != end:
-            yield begin, end
-            begin = start
-        end = stop
-    yield begin, end
 
 
 def _parts(entries: tuple[TensorEntry, ...], limit: int) -> Iterator[tuple[int, tuple[Part, ...]]]:

@@ -18,7 +18,6 @@ from marlin_convert.shards.inspect import lost_shards
 from marlin_convert.shards.kept_source import CONFIG_KEPT, KeptSource, read_sound_source, sound_bytes
 from marlin_convert.shards.stored_index import StoredIndex
 from marlin_convert.shards.stored_places import ExpertSource
-from marlin_convert.storage.source_reader import SourceReader
 from marlin_convert.words import count
 
 #: a weight file's name, and one of a file beside them: at the top of a folder, and none that is hidden
@@ -35,7 +34,7 @@ class RestorePlan:
     out: Path
     manifest: Manifest
     kept: KeptSource
-    reader: SourceReader
+    reader: AssembledReader
     index: StoredIndex
     files: tuple[Header, ...]
     small: dict[str, bytes]

@@ -34,11 +34,11 @@ class AssembledReader(SourceReader):
         self._out, self._index = out, index
         self._pieces = PieceReader(lambda path: out / path, direct)
 
-    def plan(self, parts: Sequence[Part]) -> AssembledReads:
-        """See `SourceReader`: the parts lie one behind the other, in their order. Raises OutputError for one
-        that is not wholly here.
+    def plan(self, parts: Sequence[Part], lead: int = 0) -> AssembledReads:
+        """See `SourceReader`: the parts lie one behind the other, in their order, the first at byte `lead`.
+        Raises OutputError for one that is not wholly here.
         """
-        *places, end = accumulate((part.size for part in parts), initial=0)
+        *places, end = accumulate((part.size for part in parts), initial=lead)
         draft = _Draft(self._index, end)
         for part, at in zip(parts, places, strict=True):
             where = self._index.where(part.tensor)

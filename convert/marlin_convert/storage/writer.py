@@ -62,30 +62,37 @@ class ShardFile:
             raise machine_error(f"creating {self.partial}", error) from error
 
     def write(self, data: npt.NDArray[Any], offset: int) -> None:
-        """Write a contiguous array at `offset`. Whole pages go past the page cache; nobody else ever touches
-        those pages.
+        """Write a contiguous array at `offset`. The pages that it fills go past the page cache, where it lies
+        in memory as in the file; nobody else ever touches those. What shares a page with other data does not.
         """
         view = data.reshape(-1).view(np.uint8).data
-        aligned = offset % PAGE == 0 and len(view) % PAGE == 0 and data.ctypes.data % PAGE == 0
+        head = -offset % PAGE
+        whole = (len(view) - head) // PAGE * PAGE
+        fits = whole > 0 and (data.ctypes.data - offset) % PAGE == 0
         self._count(1)
         try:
-            self._write(view, offset, aligned)
+            if fits and self._write_direct(view[head : head + whole], offset + head):
+                write_all(self.plain, view[:head], offset)
+                write_all(self.plain, view[head + whole :], offset + head + whole)
+            else:
+                write_all(self.plain, view, offset)
         except OSError as error:
             raise machine_error(f"writing {self.partial}", error) from error
         finally:
             self._count(-1)
 
-    def _write(self, view: memoryview, offset: int, aligned: bool) -> None:
-        if aligned and self.direct_io and self.direct is not None:
-            try:
-                write_all(self.direct, view, offset)
-                return
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                # opened but not usable here: from now on the ordinary way; others may be using the descriptor
-                self.direct_io = False
-        write_all(self.plain, view, offset)
+    def _write_direct(self, view: memoryview, offset: int) -> bool:
+        """Write whole pages past the page cache; whether that could be done."""
+        if not self.direct_io or self.direct is None:
+            return False
+        try:
+            write_all(self.direct, view, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            # opened but not usable here: from now on the ordinary way; others may be using the descriptor
+            self.direct_io = False
+        return self.direct_io
 
     def _count(self, change: int) -> None:
         with self.lock:
