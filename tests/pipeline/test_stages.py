@@ -17,7 +17,7 @@ import gqa
 import trees
 from checkpoints import Checkpoint
 from forks import Forks
-from marlin_convert import convert, open_shards, plan, verify
+from marlin_convert import convert, open_shards, plan, reshard, restore, verify
 from marlin_convert.checks.stages import Stages
 from marlin_convert.errors import UsageError
 from marlin_convert.shards.compare import diff
@@ -246,6 +246,37 @@ def test_other_stages_are_another_split(make: Make, staged: Path, tmp_path: Path
     found = diff(staged, tmp_path / "one")
     assert (found.same, found.by) == (True, "source tensors")
     assert diff(staged, staged).same
+
+
+def test_the_checkpoint_comes_back(make: Make, staged: Path, tmp_path: Path) -> None:
+    source = make(layers=3).folder
+    assert restore(staged, tmp_path / "again").missing == ()
+    expected, found = trees.tree(source), trees.tree(tmp_path / "again")
+    left_out = trees.manifest_of(staged)["source"]["not_copied"]
+    assert found == {name: data for name, data in expected.items() if not name.startswith(tuple(left_out))}
+    assert any(name.endswith(".safetensors") for name in found)
+
+
+def test_a_part_of_the_stages_gives_back_what_it_has(make: Make, tmp_path: Path) -> None:
+    """What is missing is told by its layers, whatever stage they are in."""
+    out, source = tmp_path / "out", make(layers=3).folder
+    convert(source, out, tp=2, pp=2, layers=[1, 2], threads=2)
+    given = restore(out, tmp_path / "again")
+    assert given.missing
+    for path in (tmp_path / "again").glob("*.safetensors"):
+        assert path.read_bytes() == (source / path.name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "to", [{"tp": 4}, {"tp": 2, "pp": 3}, {"tp": 4, "ep": 2, "attn_tp": 2, "pp": 2}], ids=str
+)
+def test_stages_are_cut_again(make: Make, staged: Path, tmp_path: Path, to: dict[str, int]) -> None:
+    """Into another split, and another split into stages: the bytes are those of a conversion."""
+    convert(make(layers=3).folder, tmp_path / "converted", **to, threads=2)  # type: ignore[arg-type]  # of its kinds
+    reshard(staged, tmp_path / "there", **to, threads=2)  # type: ignore[arg-type]  # of its kinds
+    assert trees.tree(tmp_path / "there") == trees.tree(tmp_path / "converted")
+    reshard(tmp_path / "there", tmp_path / "back", tp=2, pp=2, threads=2)
+    assert trees.tree(tmp_path / "back") == trees.tree(staged)
 
 
 @pytest.mark.parametrize(
