@@ -11,8 +11,8 @@ import pytest
 
 import trees
 from checkpoints import Checkpoint, make_small
-from marlin_convert import convert, plan, verify
-from marlin_convert.errors import MachineError, UsageError
+from marlin_convert import convert, plan, reshard, verify
+from marlin_convert.errors import ConvertError, MachineError, UsageError
 from marlin_convert.pipeline.work_folder import WorkFolder
 
 SHARD = "rank-00-of-02/layer-000.safetensors"
@@ -232,3 +232,25 @@ def test_the_room_of_what_is_removed_counts(source: Path, out: Path, monkeypatch
     monkeypatch.setattr("marlin_convert.pipeline.space.free_space", lambda place: next(free, 500_000 + size))
     assert convert(source, out, tp=1, overwrite=True).action == "replace"
     assert verify(out)
+
+
+def test_a_folder_that_another_conversion_reads_by_a_link_is_not_cleared(out: Path, tmp_path: Path) -> None:
+    """`other` has its rank 0 in `out`: to replace `out` by another cut of `other` would destroy both."""
+    linked = shutil.copytree(out, tmp_path / "other")
+    shutil.rmtree(linked / "rank-00-of-02")
+    (linked / "rank-00-of-02").symlink_to(out / "rank-00-of-02")
+    before = everything(out)
+    with pytest.raises(UsageError, match="where files of the source are, lies in"):
+        reshard(linked, out, tp=4, overwrite=True)
+    assert everything(out) == before
+
+
+def test_nothing_is_removed_for_a_conversion_that_has_lost_shards(
+    whole: Path, out: Path, tmp_path: Path
+) -> None:
+    less = shutil.copytree(whole, tmp_path / "less")
+    (less / SHARD).unlink()
+    before = everything(out)
+    with pytest.raises(ConvertError, match="layer-000"):
+        reshard(less, out, tp=4, overwrite=True)
+    assert everything(out) == before

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from marlin_convert.arguments import refuse_odd
-from marlin_convert.errors import UsageError
+from marlin_convert.errors import OutputError, UsageError
 from marlin_convert.pipeline.run import Confirm, Conversion, Converted, request_of
 from marlin_convert.planning.needs import source_tensors
 from marlin_convert.planning.output_plan import Options, OutputPlan, plan_output
 from marlin_convert.progress import Progress
+from marlin_convert.shards.inspect import lost_shards
 from marlin_convert.shards.stored_source import ConvertedStore
-from marlin_convert.words import ranges
+from marlin_convert.words import count, ranges
 
 
 def reshard(
@@ -56,8 +57,24 @@ def reshard(
     source = store.source()
     plan = plan_output(source, options)
     _refuse_missing(store, plan)
+    if overwrite:
+        _refuse_lost(store, plan)
     request = request_of(source, plan, Path(new), verify, overwrite)
     return Conversion.of(request, threads, memory, direct_io, progress).run(None, confirm)
+
+
+def _refuse_lost(store: ConvertedStore, plan: OutputPlan) -> None:
+    """Raise OutputError where a shard that is to be read is gone or of another size: seen before anything is
+    removed for it.
+    """
+    wanted = {unit.source.layer for unit in plan.units}
+    units = {unit.name for unit in store.manifest.units if unit.layer in wanted}
+    lost = lost_shards(store.out, store.manifest)
+    if here := [shard.path for shard in store.manifest.shards if shard.path in lost and shard.unit in units]:
+        raise OutputError(
+            f"{store.out} has lost {count(len(here), 'shard')}, such as {here[0]}: run the convert command that"
+            " made it again"
+        )
 
 
 def _refuse_missing(store: ConvertedStore, plan: OutputPlan) -> None:

@@ -120,8 +120,9 @@ class ConvertedStore:
         raise NotImplementedError
 
     def places(self) -> set[Path]:
-        """The converted folder."""
-        return {self.out.resolve()}
+        """The converted folder, and where its links lead."""
+        files = [*self.manifest.files, *self.manifest.shards]
+        return {self.out.resolve(), *((self.out / file.path).resolve().parent for file in files)}
 
     def fetcher(self, needed: Needed, staging: Path, progress: Progress | None) -> Fetcher:
         """All is here."""
