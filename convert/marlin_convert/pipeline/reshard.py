@@ -72,8 +72,8 @@ def _refuse_lost(store: ConvertedStore, plan: OutputPlan) -> None:
     lost = lost_shards(store.out, store.manifest)
     if here := [shard.path for shard in store.manifest.shards if shard.path in lost and shard.unit in units]:
         raise OutputError(
-            f"{store.out} has lost {count(len(here), 'shard')}, such as {here[0]}: run the convert command that"
-            " made it again"
+            f"{store.out} has lost {count(len(here), 'shard')}, such as {here[0]}: run the convert command"
+            " again that made it"
         )
 
 

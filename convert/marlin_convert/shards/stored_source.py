@@ -121,8 +121,8 @@ class ConvertedStore:
 
     def places(self) -> set[Path]:
         """The converted folder, and where its links lead."""
-        files = [*self.manifest.files, *self.manifest.shards]
-        return {self.out.resolve(), *((self.out / file.path).resolve().parent for file in files)}
+        paths = [each.path for each in self.manifest.files] + [each.path for each in self.manifest.shards]
+        return {self.out.resolve(), *((self.out / path).resolve().parent for path in paths)}
 
     def fetcher(self, needed: Needed, staging: Path, progress: Progress | None) -> Fetcher:
         """All is here."""
