@@ -6,7 +6,7 @@ again from the format page what belongs where, so that a mistake made here is fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -22,17 +22,29 @@ Rank = int | None
 
 
 @dataclass(frozen=True)
+class Placement:
+    """Which routed expert is in each of a layer's `slots`, as load balancing places them, some more than
+    once; `rows` is by layer.
+    """
+
+    slots: int
+    rows: Mapping[int, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
 class Topology:
     """`tp` ranks in all; the routed experts are split over `ep` groups of `moe_tp` ranks:
     rank = ep_rank * moe_tp + moe_tp_rank, as in SGLang. Attention and dense layers are cut into `attn_tp`
     slices, of which rank r holds slice r % attn_tp; None: into tp, as everything else that is cut. There are
-    `tp` ranks for each of `pp` pipeline stages.
+    `tp` ranks for each of `pp` pipeline stages. Experts are in slots, of which each ep group has as many, one
+    after the other: by `placement`, None being expert i in slot i.
     """
 
     tp: int
     ep: int
     attn_tp: int | None = None
     pp: int = 1
+    placement: Placement | None = None
 
     @staticmethod
     def of(tp: int, ep: int, attn_tp: int | None = None, pp: int = 1) -> Topology:
@@ -81,14 +93,29 @@ class Topology:
         """The slice of each of its experts a rank owns."""
         return rank % self.moe_tp
 
-    def expert_range(self, rank: int, experts: int) -> range:
-        """The routed experts of a rank."""
-        return span(experts, self.ep, self.ep_rank(rank))
+    @property
+    def plain(self) -> bool:
+        """Whether a loader of format version 1 reads such files right."""
+        return self.attn_tp is None and self.pp == 1 and self.placement is None
 
-    def owners(self, expert: int, experts: int) -> range:
-        """The ranks that hold an expert, in slice order."""
-        group = expert // (experts // self.ep)
+    def expert_range(self, rank: int, slots: int) -> range:
+        """The slots of a rank: its routed experts, where expert i is in slot i."""
+        return span(slots, self.ep, self.ep_rank(rank))
+
+    def owners(self, slot: int, slots: int) -> range:
+        """The ranks that hold what is in a slot, in slice order."""
+        group = slot // (slots // self.ep)
         return range(group * self.moe_tp, (group + 1) * self.moe_tp)
+
+    def placed(self, layer: int, experts: int) -> Sequence[int]:
+        """The routed expert in each slot of a layer."""
+        return range(experts) if self.placement is None else self.placement.rows[layer]
+
+    def held(self, rank: int, layer: int, experts: int) -> Sequence[int]:
+        """The routed experts in a rank's slots of a layer, in their order."""
+        placed = self.placed(layer, experts)
+        own = self.expert_range(rank, len(placed))
+        return placed[own.start : own.stop]
 
 
 @dataclass(frozen=True)

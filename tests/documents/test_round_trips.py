@@ -30,7 +30,7 @@ from marlin_convert.errors import OutputError
 slowly = settings(max_examples=40, suppress_health_check=list(HealthCheck))
 
 
-UNITS = st.lists(documents(Unit), min_size=1, max_size=2, unique_by=lambda unit: unit.name)
+UNITS = st.lists(documents(Unit, slots=st.none()), min_size=1, max_size=2, unique_by=lambda unit: unit.name)
 TENSORS = st.lists(documents(StoredTensor), min_size=1, max_size=3, unique_by=lambda tensor: tensor.name)
 PATHS = st.integers(0, 99).map("rank-00-of-01/layer-{:03d}.safetensors".format)
 SHARD = {"path": PATHS, "tensors": TENSORS.map(tuple)}
@@ -40,11 +40,17 @@ SPLITS = st.sampled_from([(1, 1), (8, 1), (8, 4), (16, 16)])
 #: all but the parts that must go together
 REST = documents(
     Manifest,
-    units=documents(Unit, name=st.just("top")).map(lambda unit: (unit,)),
+    units=documents(Unit, name=st.just("top"), slots=st.none()).map(lambda unit: (unit,)),
     shards=documents(Shard, unit=st.just("top"), **SHARD).map(lambda shard: (shard,)),
     files=FILES.map(tuple),
     parallel=documents(
-        Parallel, tp=st.just(4), ep=st.just(2), attn_tp=st.none(), pp=st.just(1), stages=st.just(())
+        Parallel,
+        tp=st.just(4),
+        ep=st.just(2),
+        attn_tp=st.none(),
+        pp=st.just(1),
+        stages=st.just(()),
+        slots=st.none(),
     ),
 )
 
@@ -57,6 +63,13 @@ def manifests(draw: st.DrawFn) -> Manifest:
     shards = [replace(shard, unit=draw(names)) for shard in draw(SHARDS)]
     tp, ep = draw(SPLITS)
     parallel = replace(manifest.parallel, tp=tp, ep=ep, attn_tp=draw(st.sampled_from([None, 1, tp])))
+    if draw(st.booleans()):  # placed by a map, and then stacked tensors have as many experts
+        parallel = replace(parallel, slots=2 * ep)
+        units = [replace(unit, slots=tuple(range(2 * ep)) if unit.routed else None) for unit in units]
+        shards = [
+            replace(shard, tensors=tuple(replace(tensor, experts=None) for tensor in shard.tensors))
+            for shard in shards
+        ]
     made: Manifest = replace(manifest, units=tuple(units), shards=tuple(shards), parallel=parallel)
     return made
 

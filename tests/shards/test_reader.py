@@ -35,7 +35,7 @@ def test_layer_and_expert_views(tiny_tp2: Path) -> None:
     }
     words = shards[PREFIX + "mlp.experts.w13_weight_packed"]
     assert np.array_equal(shards.expert(PREFIX + "mlp.experts.w13_weight_packed", 3), words[3])
-    with pytest.raises(UsageError, match="owns the experts 0 to 3, not 4"):
+    with pytest.raises(UsageError, match="owns the experts 0-3, not 4"):
         shards.expert(PREFIX + "mlp.experts.w13_weight_packed", 4)
 
 

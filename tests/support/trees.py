@@ -8,7 +8,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,10 +119,14 @@ def expert_of(checkpoint: Checkpoint, layer: int, expert: int) -> dict[str, Matr
     return made
 
 
-def slices_of(checkpoint: Checkpoint, layer: int, rank: int, tp: int, ep: int) -> list[RankExpert]:
-    """What a rank must hold of a layer's experts, in order."""
+def slices_of(
+    checkpoint: Checkpoint, layer: int, rank: int, tp: int, ep: int, placed: Sequence[int] | None = None
+) -> list[RankExpert]:
+    """What a rank must hold of a layer's experts, in order; `placed` is the expert in each slot."""
     made = []
-    for expert in oracle_experts(rank, tp, ep, checkpoint.dims.experts):
+    slots = range(checkpoint.dims.experts) if placed is None else placed
+    for slot in oracle_experts(rank, tp, ep, len(slots)):
+        expert = slots[slot]
         matrices = expert_of(checkpoint, layer, expert)
         made.append(
             oracle_rank_slices(matrices["gate"], matrices["up"], matrices["down"], rank=rank, tp=tp, ep=ep)

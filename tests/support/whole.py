@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,16 @@ PREFIX = {"k26": "language_model.", "k2-thinking": ""}
 
 
 def assert_as_the_oracle_says(
-    out: Path, checkpoint: Checkpoint, tp: int, ep: int, attn_tp: int | None = None
+    out: Path,
+    checkpoint: Checkpoint,
+    tp: int,
+    ep: int,
+    attn_tp: int | None = None,
+    placed: Sequence[Sequence[int]] | None = None,
 ) -> None:
-    """Every value of every tensor of every rank, and that nothing else is there."""
+    """Every value of every tensor of every rank, and that nothing else is there. `placed` is by layer the
+    expert in each slot.
+    """
     dims, prefix = checkpoint.dims, PREFIX[checkpoint.form]
     plain = {tensor.name: tensor for tensor in checkpoint.tensors.values() if tensor.expert < 0}
     for rank in range(tp):
@@ -40,7 +48,10 @@ def assert_as_the_oracle_says(
         for layer in range(dims.first_k_dense, dims.layers):
             shard = trees.read_shard(folder / f"layer-{layer:03d}.safetensors")
             read = trees.read_experts(shard, f"{prefix}model.layers.{layer}", dims.group)
-            for found, wanted in zip(read, trees.slices_of(checkpoint, layer, rank, tp, ep), strict=True):
+            row = None if placed is None else placed[layer]
+            for found, wanted in zip(
+                read, trees.slices_of(checkpoint, layer, rank, tp, ep, row), strict=True
+            ):
                 np.testing.assert_array_equal(found.w13_codes, wanted.w13_codes)
                 np.testing.assert_array_equal(found.w13_scales, wanted.w13_scales)
                 np.testing.assert_array_equal(found.w2_codes, wanted.w2_codes)

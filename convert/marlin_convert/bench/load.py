@@ -28,7 +28,7 @@ from marlin_convert.bench.load_limits import (
 from marlin_convert.checkpoint.source import Source, open_source
 from marlin_convert.documents.bench import LoadBench, LoadRow
 from marlin_convert.engines.torch_loader import DIRECT_THREADS, load_rank
-from marlin_convert.errors import MachineError
+from marlin_convert.errors import MachineError, UsageError
 from marlin_convert.kernels.providers import Provider
 from marlin_convert.kernels.providers import load as load_provider
 from marlin_convert.limits import usable_cores
@@ -86,7 +86,8 @@ def bench_load(
     """Load a rank each way, `rounds` times warm and cold, with the limits measured in each round. Returns the
     report.
 
-    Raises MachineError without a GPU, and where no kernel loads for `source`.
+    Raises MachineError without a GPU, and where no kernel loads for `source`; UsageError where an engine
+    would load other experts.
     """
     if not torch.cuda.is_available():
         raise MachineError("no CUDA GPU: loading cannot be measured here")
@@ -94,6 +95,8 @@ def bench_load(
     engine = None if source is None else (open_source(source), load_provider())
     readers = threads or min(usable_cores(), 16)
     shards = open_shards(out, rank)
+    if engine is not None and shards.manifest.parallel.slots is not None:
+        raise UsageError(f"{out} has its experts placed by a map; an engine's way is timed without one")
     files = [out / shard.path for shard in shards.shards()]
     size = sum(path.stat().st_size for path in files)
     mapped = can_register(shards)

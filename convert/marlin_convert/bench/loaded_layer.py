@@ -13,7 +13,6 @@ from marlin_convert.kernels.gemm_call import Matrix
 from marlin_convert.kernels.quant_types import need_kernel_type
 from marlin_convert.models.family import experts_per_token
 from marlin_convert.shards.reader import open_shards
-from marlin_convert.slicing import Topology
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,8 @@ def load_layer(out: str | os.PathLike[str], layer: int, rank: int, device: str) 
     shards = open_shards(out, rank)
     manifest = shards.manifest
     kind = need_kernel_type(manifest.layout_id)
+    if manifest.parallel.slots is not None:
+        raise UsageError(f"{out} has its experts placed by a map, which is not for a bench; give another one")
     names = [name for name in shards.names(f"layer-{layer:03d}") if name.endswith(".w13_weight_packed")]
     if not names:
         present = ", ".join(str(number) for number in manifest.layers)
@@ -61,7 +62,7 @@ def load_layer(out: str | os.PathLike[str], layer: int, rank: int, device: str) 
         for name in ("w13", "w2")
     )
     count = w13.num_experts * manifest.ep
-    owned = Topology(manifest.tp, manifest.ep).expert_range(rank, count)
+    owned = manifest.topology.expert_range(rank, count)
     expert_map = None
     if len(owned) < count:
         expert_map = contiguous_expert_map(count, owned.start, owned.stop, device)

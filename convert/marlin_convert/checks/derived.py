@@ -10,7 +10,7 @@ from typing import Any
 from marlin_convert.checks.findings import Finding, Verification
 from marlin_convert.checks.origins import expected_origin
 from marlin_convert.checks.split import Split
-from marlin_convert.documents.manifest import FusedTensor, Manifest, Padding, Shard, StoredTensor
+from marlin_convert.documents.manifest import FusedTensor, Manifest, Padding, Shard, StoredTensor, Unit
 from marlin_convert.kernels.quant_types import kernel_type
 from marlin_convert.layout import get_layout, known_layouts
 from marlin_convert.models.family import Facts, ModelConfig
@@ -24,8 +24,12 @@ def check_manifest(manifest: Manifest, kept: KeptSource, split: Split, report: V
     """
     report.add(*(Finding("manifest.json", f"says {what}") for what in _wrong_facts(manifest, kept, split)))
     report.add(*(Finding("digests.bin", what) for what in _wrong_digests(manifest)))
+    odd = {unit.name: _wrong_slots(unit, split) for unit in manifest.units if unit.slots is not None}
     layers, right = {unit.name: unit.layer for unit in manifest.units}, set()
     units = {unit.name: {origin.tensor for origin in unit.tensors} for unit in manifest.units}
+    for name, problem in odd.items():
+        if problem is not None:
+            report.add(Finding("manifest.json", f"says of {name} {problem}", layers[name]))
     for shard in manifest.shards:
         problems = list(_wrong_shard(split, kept, shard, units[shard.unit]))
         report.add(
@@ -34,7 +38,7 @@ def check_manifest(manifest: Manifest, kept: KeptSource, split: Split, report: V
                 for what in problems
             )
         )
-        if not problems:
+        if not problems and odd.get(shard.unit) is None:
             right.add(shard.path)
     return right
 
@@ -66,8 +70,11 @@ def _wrong_facts(manifest: Manifest, kept: KeptSource, split: Split) -> Iterator
             if (given := getattr(getattr(manifest, section), key)) != value:
                 yield f"{section}.{key} {given}, it must be {value}"
     if manifest.format_version != split.version or split.attn_tp == split.tp:
-        pp = manifest.parallel.pp
-        yield f"format_version {manifest.format_version} for attn_tp {split.attn_tp} and pp {pp}"
+        apart = f"attn_tp {split.attn_tp}, pp {manifest.parallel.pp} and slots {split.slots}"
+        yield f"format_version {manifest.format_version} for {apart}"
+    placed = [unit.slots for unit in manifest.units if unit.slots is not None]
+    if manifest.complete and placed and all(slots == tuple(range(model.experts)) for slots in placed):
+        yield f"slots {split.slots}, but every expert is in the slot of its number, as without a map"
     common = any(name.startswith(model.family.facts.common) for name in kept.entries)
     yield from split.stages.wrong(manifest.parallel, common)
     constants = model_constants(model)
@@ -87,6 +94,16 @@ def _wrong_facts(manifest: Manifest, kept: KeptSource, split: Split) -> Iterator
             f"complete {manifest.complete}, but its ranks and units are {'all' if whole else 'not all'}"
             " there are"
         )
+
+
+def _wrong_slots(unit: Unit, split: Split) -> str | None:
+    """What is wrong with the experts that a layer's slots are said to have."""
+    slots = split.placed(unit)
+    if outside := [expert for expert in slots if expert >= split.experts]:
+        return f"that slot {slots.index(outside[0])} has expert {outside[0]}; they run to {split.experts - 1}"
+    if lost := set(range(split.experts)) - set(slots):
+        return f"that expert {min(lost)} is in none of its slots"
+    return None
 
 
 def _wrong_digests(manifest: Manifest) -> Iterator[str]:

@@ -52,9 +52,11 @@ class Part:
     def tensors(self, unit: Unit, split: Split) -> int:
         """How many source tensors a unit's files are made of, on the ranks that are looked at."""
         ranks = {shard.rank for shard in self.of_unit(unit)}
-        owned = split.experts
-        if owned % split.ep == 0:  # else `check_manifest` has reported it, and nobody can tell whose they are
-            owned = sum(not ranks.isdisjoint(split.owners(expert)) for expert in range(owned))
+        owned, placed = split.experts, split.placed(unit)
+        # else `check_manifest` has reported it, and nobody can tell whose they are
+        if len(placed) % split.ep == 0:
+            here = (slot for slot in range(len(placed)) if not ranks.isdisjoint(split.owners(slot)))
+            owned = len({placed[slot] for slot in here})
         names = [*(name for origin in unit.tensors for name in origin.sources), *unit.checked]
         return sum(owned if "{expert}" in name else 1 for name in names)
 

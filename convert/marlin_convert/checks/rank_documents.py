@@ -85,20 +85,23 @@ def _wrong_experts(path: Path, whole: Manifest, shards: Sequence[Shard], split: 
     if list(units) != [name for name, tensors in stacked.items() if tensors] or len(units) < len(found.units):
         yield f"has the units {list(units)}, which are not those that have experts here"
         return
+    placed = {each.name: split.placed(each) for each in whole.units}
     for shard in shards:
         if stacked[shard.unit]:
-            yield from _wrong_unit(units[shard.unit], split, shard, stacked[shard.unit])
+            yield from _wrong_unit(units[shard.unit], (split, placed[shard.unit]), shard, stacked[shard.unit])
 
 
 def _wrong_unit(
-    unit: UnitExperts, split: Split, shard: Shard, stacked: Sequence[StoredTensor]
+    unit: UnitExperts, where: tuple[Split, Sequence[int]], shard: Shard, stacked: Sequence[StoredTensor]
 ) -> Iterator[str]:
+    """`where`: the split, and the expert in each slot of the layer."""
+    split, placed = where
     if unit.file != shard.path.rpartition("/")[2] or list(unit.tensors) != [t.name for t in stacked]:
         yield f"says that the experts of {shard.unit} are in {unit.file}, in {', '.join(unit.tensors)}"
         return
-    if split.experts % split.ep:
+    if split.count % split.ep:
         return  # `check_manifest` has reported it, and nobody can tell whose they are
-    owned = list(split.held(shard.rank or 0))
+    owned = [placed[slot] for slot in split.held(shard.rank or 0)]
     if [place.expert for place in unit.experts] != owned:
         yield f"lists other experts of {shard.unit} than the rank has, or in another order"
         return

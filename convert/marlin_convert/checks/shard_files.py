@@ -111,8 +111,13 @@ def _broken_promises(header: Header, shard: Shard) -> Iterator[str]:
 def _identity(manifest: Manifest, shard: Shard, split: Split) -> dict[str, str]:
     """What the header's __metadata__ must say, from the manifest and the folder's name."""
     unit = next(unit for unit in manifest.units if unit.name == shard.unit)
-    routed = shard.rank is not None and any(origin.rule == "experts" for origin in unit.tensors)
-    held = split.held(shard.rank or 0)
+    key, owned = "expert_range", "0:0"
+    if shard.rank is not None and unit.routed:
+        held = split.held(shard.rank)
+        key, owned = "expert_range", f"{held.start}:{held.stop}"
+        if split.slots is not None:
+            placed = split.placed(unit)
+            key, owned = "expert_slots", ",".join(str(placed[slot]) for slot in held)
     apart = {} if split.attn_tp is None else {"attn_tp": str(split.attn_tp)}
     if split.stages.count > 1:
         apart |= {"pp": str(split.stages.count), "stage": str(split.stages.of(unit.name))}
@@ -126,7 +131,7 @@ def _identity(manifest: Manifest, shard: Shard, split: Split) -> dict[str, str]:
         **apart,
         "rank": "common" if shard.rank is None else str(shard.rank),
         "layer": shard.unit if unit.layer is None else str(unit.layer),
-        "expert_range": f"{held.start}:{held.stop}" if routed else "0:0",
+        key: owned,
     }
 
 

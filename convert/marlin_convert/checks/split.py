@@ -5,10 +5,11 @@ Conversions go by `slicing` and `planning`, of which nothing is used here: a mis
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from marlin_convert.checks.stages import Stages
-from marlin_convert.documents.manifest import Origin, Parallel
+from marlin_convert.documents.manifest import Origin, Parallel, Unit
 from marlin_convert.models.family import ModelConfig
 
 
@@ -16,6 +17,7 @@ from marlin_convert.models.family import ModelConfig
 class Split:
     """`tp` ranks, over `ep` groups of which the model's `experts` routed experts are spread; attention and
     dense layers are cut into `attn_tp` slices, None being tp. So in each of `stages`.
+    Where a map places experts there are as many `slots` of them in a layer; without it slot i has expert i.
     """
 
     tp: int
@@ -23,17 +25,19 @@ class Split:
     experts: int
     attn_tp: int | None = None
     stages: Stages = field(default_factory=Stages)
+    slots: int | None = None
 
     @staticmethod
     def of(parallel: Parallel, model: ModelConfig) -> Split:
         """As a manifest says it."""
         stages = Stages(parallel.pp, model.layers)
-        return Split(parallel.tp, parallel.ep, model.experts, parallel.attn_tp, stages)
+        return Split(parallel.tp, parallel.ep, model.experts, parallel.attn_tp, stages, parallel.slots)
 
     @property
     def version(self) -> int:
         """The format version that such a folder has."""
-        return 1 if self.attn_tp is None and self.stages.count == 1 else 2
+        plain = self.attn_tp is None and self.stages.count == 1 and self.slots is None
+        return 1 if plain else 2
 
     @property
     def moe_tp(self) -> int:
@@ -41,18 +45,27 @@ class Split:
         return self.tp // self.ep
 
     @property
+    def count(self) -> int:
+        """Slots of a layer."""
+        return self.experts if self.slots is None else self.slots
+
+    @property
     def local(self) -> int:
-        """Experts of a rank."""
-        return self.experts // self.ep
+        """Slots of a rank."""
+        return self.count // self.ep
+
+    def placed(self, unit: Unit) -> Sequence[int]:
+        """The expert in each slot of a layer."""
+        return range(self.experts) if unit.slots is None else unit.slots
 
     def held(self, rank: int) -> range:
-        """The experts of a rank."""
+        """The slots of a rank."""
         first = rank // self.moe_tp * self.local
         return range(first, first + self.local)
 
-    def owners(self, expert: int) -> range:
-        """The ranks that hold slices of an expert, in slice order."""
-        group = expert // self.local
+    def owners(self, slot: int) -> range:
+        """The ranks that hold slices of what is in a slot, in slice order."""
+        group = slot // self.local
         return range(group * self.moe_tp, (group + 1) * self.moe_tp)
 
     def group(self, parts: str) -> int:

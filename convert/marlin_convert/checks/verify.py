@@ -14,7 +14,7 @@ import numpy as np
 from marlin_convert.arguments import refuse_odd
 from marlin_convert.assemble import CHUNK, StoredSlice, read_rows
 from marlin_convert.checks.derived import check_manifest
-from marlin_convert.checks.experts import ExpertCheck, StoredLayer
+from marlin_convert.checks.experts import ExpertCheck
 from marlin_convert.checks.findings import Finding, Verification
 from marlin_convert.checks.origins import expected_origin
 from marlin_convert.checks.part import Part
@@ -23,6 +23,7 @@ from marlin_convert.checks.published import Published, open_same
 from marlin_convert.checks.rank_documents import check_rank_documents
 from marlin_convert.checks.shard_files import check_shard
 from marlin_convert.checks.split import Split
+from marlin_convert.checks.stored_layer import StoredLayer
 from marlin_convert.checks.structural import (
     check_coverage,
     check_documents,
@@ -166,6 +167,7 @@ class _Data:
         stacked = [origin.tensor for origin in unit.tensors if origin.rule == "experts"]
         if not stacked or unit.layer is None:
             return
+        split = self._split
         prefix, layout = stacked[0].rpartition(".")[0], get_layout(self._manifest.layout_id)
         held = {
             (item.shard.rank, item.tensor.name.removeprefix(f"{prefix}.")): item
@@ -173,8 +175,8 @@ class _Data:
             if item.tensor.name in stacked and item.shard.rank is not None
         }
         ranks = {rank for rank, _ in held}
-        shape = self._kept.model.expert_shape(self._split.moe_tp)
-        layer = StoredLayer(unit.layer, prefix, layout, shape, self._split, held, self._digests)
+        shape = self._kept.model.expert_shape(split.moe_tp)
+        layer = StoredLayer(unit.layer, prefix, layout, shape, split, split.placed(unit), held, self._digests)
         sound = [self._is_sound(layer, key, report) for key in held]
         if all(sound):
             check = ExpertCheck(self._pool, self._reader, self._published, report, layer)
@@ -182,8 +184,8 @@ class _Data:
             size = sum(item.tensor.size for item in held.values()) // max(len(owned), 1)
             # as stored, put together, and a copy to look closer at what is wrong
             memory = 3 * shape.moe_tp * sum(item.row_bytes for item in held.values()) // max(len(ranks), 1)
-            for expert in owned:
-                yield Task(unit.name, size, memory, partial(check.check, expert))
+            for copies in owned:
+                yield Task(unit.name, size, memory, partial(check.check, copies))
 
     def _is_sound(self, layer: StoredLayer, key: tuple[int, str], report: Verification) -> bool:
         """Whether a stacked tensor has the shape of its experts; and its digest must be that of theirs."""

@@ -57,7 +57,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def parallel_options(function: F) -> F:
-    """--tp --ep --attn-tp --pp --layers --ranks --layout."""
+    """--tp --ep --attn-tp --pp --expert-map --layers --ranks --layout."""
     for option in reversed(
         (
             click.option(
@@ -81,6 +81,14 @@ def parallel_options(function: F) -> F:
                 default=1,
                 show_default=True,
                 help="Pipeline stages that the layers are spread over, each of TP ranks.",
+            ),
+            click.option(
+                "--expert-map",
+                metavar="FILE",
+                help=(
+                    "Place routed experts by the physical_to_logical_map in this JSON file, redundant ones"
+                    " too [default: each in the slot of its number]."
+                ),
             ),
             click.option(
                 "--layers", type=numbers, help="Only these layers, such as 0,3-5 (without top and common)."

@@ -40,6 +40,7 @@ def command(
     ep: int,
     attn_tp: int | None,
     pp: int,
+    expert_map: str | None,
     layers: tuple[int, ...] | None,
     ranks: tuple[int, ...] | None,
     layout: str | None,
@@ -62,7 +63,7 @@ def command(
     from marlin_convert.pipeline.preview import plan
 
     hub = HubOptions(revision, token, cache_dir, local_dir, free_source)
-    split: dict[str, Any] = {"tp": tp, "ep": ep, "attn_tp": attn_tp, "pp": pp}
+    split: dict[str, Any] = {"tp": tp, "ep": ep, "attn_tp": attn_tp, "pp": pp, "expert_map": expert_map}
     made = plan(source, out, **split, layers=layers, ranks=ranks, layout=layout, hub=hub)
     show(made, every, as_json)
 
@@ -121,6 +122,10 @@ def _show_totals(report: PlanReport) -> None:
         output.result(
             f"padding: the experts' slice of {padding.moe_intermediate} is padded to {padding.padded} with"
             " zeros"
+        )
+    if (placement := made.topology.placement) is not None:
+        output.result(
+            f"placement: {made.experts} routed experts in {placement.slots} slots of each layer, by the map"
         )
     output.result(
         f"copied: {', '.join(report.source.auxiliary) or 'nothing'}; left out:"

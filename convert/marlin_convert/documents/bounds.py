@@ -30,6 +30,11 @@ MAX_STORED: Final = 160_000
 #: experts of one rank in all layers, of which its experts.json has 110 bytes and 17 marks each; planning
 #: refuses more: 23,040 for K2.6 without ep, 55,000 for K3
 MAX_PLACED: Final = 200_000
+#: slots of routed experts in all layers where a map places them, each a number and a mark of the manifest:
+#: 24,000 for K2.6 with 16 redundant experts; planning refuses more
+MAX_SLOTS: Final = 1 << 18
+#: the file of an expert map: 100 KB for K2.6
+EXPERT_MAP: Final = 16 << 20
 #: the record of a unit: for K2.6 at tp 64 2.6 MB, most of it the digests of experts, of which planning
 #: refuses more than half of this
 RECORD: Final = 64 << 20

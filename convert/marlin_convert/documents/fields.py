@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
+from marlin_convert.documents.bounds import MAX_SLOTS
 from marlin_convert.slicing import MAX_TP
 
 
@@ -27,6 +28,11 @@ AttnTp = Annotated[
     about("slices of attention and of dense layers; rank r holds slice r % attn_tp"),
 ]
 Pp = Annotated[int, Meta(ge=1, le=MAX_TP), about("pipeline stages, each with all tp ranks")]
+Slots = Annotated[
+    int,
+    Meta(ge=1, le=MAX_SLOTS),
+    about("where a map places experts: slots of a layer's routed experts, ep groups of as many"),
+]
 #: of reports, which are only written
 Count = Annotated[int, Meta(ge=0)]
 OneOrMore = Annotated[int, Meta(ge=1)]

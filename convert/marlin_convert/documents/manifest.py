@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,6 +28,7 @@ from marlin_convert.documents.fields import (
     Shape,
     ShardPath,
     ShardSize,
+    Slots,
     Symmetric,
     TensorName,
     Text,
@@ -44,6 +45,7 @@ from marlin_convert.documents.identity import (
     WeightFiles,
 )
 from marlin_convert.errors import OutputError, UsageError
+from marlin_convert.slicing import Placement, Topology
 from marlin_convert.storage.files import digest, read_small
 from marlin_convert.storage.shard_file import FORMAT, FORMAT_VERSIONS
 
@@ -116,6 +118,7 @@ class Parallel(Struct, frozen=True, omit_defaults=True):
     stages: Annotated[
         tuple[PipelineStage, ...], about("what each stage has, in order; where pp is not 1")
     ] = ()
+    slots: Slots | None = None
 
     def __post_init__(self) -> None:
         for name, parts in (("ep", self.ep), ("attn_tp", self.attn_tp or self.tp)):
@@ -123,6 +126,8 @@ class Parallel(Struct, frozen=True, omit_defaults=True):
                 raise ValueError(f"{name} {parts} does not divide tp {self.tp}")
         if len(self.stages) != (self.pp if self.pp > 1 else 0):
             raise ValueError(f"pp {self.pp} has {len(self.stages)} stages")
+        if (self.slots or 0) % self.ep:
+            raise ValueError(f"ep {self.ep} does not divide the {self.slots} slots")
 
     def stage_of(self, unit: Unit) -> int | None:
         """The stage that has a unit; None where there are no stages, or none has it."""
@@ -154,7 +159,7 @@ class Origin(Struct, frozen=True, omit_defaults=True):
     replicas: Annotated[Positive, about("neighbouring ranks with the same part; left out where 1")] = 1
 
 
-class Unit(Struct, frozen=True):
+class Unit(Struct, frozen=True, omit_defaults=True):
     """A layer, or what stands before and behind them (top, or embed and head where there are stages), or what
     no rank owns a slice of (common).
     """
@@ -165,6 +170,19 @@ class Unit(Struct, frozen=True):
     checked: Annotated[
         tuple[Text, ...], about("source tensors that are not stored because they only repeat a shape")
     ]
+    slots: Annotated[
+        tuple[Number, ...] | None,
+        about("where a map places experts: the one in each slot, by its number in the model"),
+    ] = None
+
+    @property
+    def routed(self) -> bool:
+        """Whether it has routed experts."""
+        return any(origin.rule == "experts" for origin in self.tensors)
+
+    def placed(self, count: int) -> Sequence[int]:
+        """The routed expert in each of `count` slots."""
+        return range(count) if self.slots is None else self.slots
 
 
 class StoredTensor(Struct, frozen=True, omit_defaults=True):
@@ -213,6 +231,11 @@ class Shard(Struct, frozen=True):
         about("in file order, fillers included"),
     ]
     fused: Annotated[tuple[FusedTensor, ...], about("tensors that may be read as one")]
+
+    @property
+    def stacked(self) -> tuple[StoredTensor, ...]:
+        """The tensors of routed experts."""
+        return tuple(tensor for tensor in self.tensors if tensor.experts is not None)
 
     def __post_init__(self) -> None:
         if len({tensor.name for tensor in self.tensors}) != len(self.tensors):
@@ -295,6 +318,39 @@ class Manifest(Sealed, frozen=True, kw_only=True):
         paths = [*(shard.path for shard in self.shards), *(file.path for file in self.files)]
         if len(set(paths)) != len(paths):
             raise ValueError(f"{next(path for path in paths if paths.count(path) > 1)} is listed twice")
+        self._refuse_other_slots()
+
+    def _refuse_other_slots(self) -> None:
+        """Raise ValueError where layers have not the slots that `parallel` says."""
+        slots = self.parallel.slots
+        for unit in self.units:
+            found = None if unit.slots is None else len(unit.slots)
+            if found != (slots if unit.routed else None):
+                raise ValueError(f"{unit.name} has {found} slots, of parallel.slots {slots}")
+        if slots is None:
+            return
+        local = slots // self.ep
+        for shard in self.shards:
+            if {tensor.shape[:1] for tensor in shard.stacked} - {(local,)}:
+                raise ValueError(f"{shard.path} has a tensor of other than {local} experts")
+
+    def held(self, shard: Shard) -> Sequence[int]:
+        """The routed experts in a shard, by their numbers in the model, in the order of its stacked tensors;
+        empty where it has none.
+        """
+        layer = next(unit.layer for unit in self.units if unit.name == shard.unit)
+        if shard.rank is None or layer is None or not shard.stacked:
+            return ()
+        return self.topology.held(shard.rank, layer, shard.stacked[0].shape[0] * self.ep)
+
+    @property
+    def topology(self) -> Topology:
+        """The split, with the placement of the layers that are here."""
+        parallel, placement = self.parallel, None
+        if parallel.slots is not None:
+            rows = {unit.layer: unit.slots for unit in self.units if unit.layer is not None and unit.slots}
+            placement = Placement(parallel.slots, rows)
+        return Topology(parallel.tp, parallel.ep, parallel.attn_tp, parallel.pp, placement)
 
     def listing(self, documents: Mapping[str, bytes]) -> Manifest:
         """This manifest with more files listed: what they hold, by their places."""

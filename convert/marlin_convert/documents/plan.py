@@ -112,6 +112,7 @@ class Plan(Struct, frozen=True):
     ep: Ep
     attn_tp: AttnTp
     pp: Pp
+    slots: Annotated[OneOrMore, about("slots of a layer's routed experts: as many as experts without a map")]
     moe_tp: Annotated[OneOrMore, about("slices of one expert")]
     ranks: Annotated[tuple[Count, ...], about("ranks that would be made", uniqueItems=True)]
     layers: Annotated[tuple[Count, ...], about("layers that would be made", uniqueItems=True)]

@@ -41,6 +41,7 @@ class JobOptions(Struct, frozen=True, omit_defaults=True):
     verify: Annotated[Checks, about("what is proven while converting: none, exact or kernel")]
     attn_tp: AttnTp | None = None
     pp: Pp = 1
+    expert_map: Annotated[Digest | None, about("stands for the placement of routed experts")] = None
 
 
 class JobRecord(Struct, frozen=True):

@@ -16,6 +16,7 @@ from marlin_convert.documents.fields import (
     Pp,
     Seconds,
     Share,
+    Slots,
     Text,
     Tp,
     about,
@@ -65,7 +66,7 @@ class InspectedSource(Struct, frozen=True, omit_defaults=True):
     revision: Commit = None
 
 
-class InspectedFolder(Struct, frozen=True):
+class InspectedFolder(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A converted folder."""
 
     layout: Annotated[Text, about("layout of the stacked tensors")]
@@ -74,6 +75,7 @@ class InspectedFolder(Struct, frozen=True):
     ep: Ep
     attn_tp: AttnTp
     pp: Pp
+    slots: Slots | None = None
     ranks: Annotated[tuple[Count, ...], about("ranks that are here", uniqueItems=True)]
     layers: Annotated[tuple[Count, ...], about("layers that are here", uniqueItems=True)]
     complete: Annotated[bool, about("whether all of the model is here")]

@@ -20,6 +20,7 @@ from marlin_convert.documents.bench import ConversionBench, KernelBench, LayoutB
 from marlin_convert.documents.checks import KernelCheck, VerifyReport
 from marlin_convert.documents.doctor import Examination
 from marlin_convert.documents.engine_files import Index, QuantizationConfig
+from marlin_convert.documents.expert_map import ExpertMap
 from marlin_convert.documents.expert_places import ExpertPlaces
 from marlin_convert.documents.log import LogCompiling, LogError, LogMessage, LogProgress
 from marlin_convert.documents.manifest import Manifest
@@ -95,6 +96,7 @@ PAGES = {
     "doctor": Page("doctor --json: what a machine can do", [Examination]),
     "download": Page("Output of download --json", [DownloadResult]),
     "download-record": Page(".marlin-convert-source.json in a folder that download filled", [DownloadRecord]),
+    "expert-map": Page("The file of --expert-map: which routed expert is in which slot", [ExpertMap]),
     "experts": Page("experts.json of a rank: where each of its experts lies", [ExpertPlaces]),
     "index": Page("model.safetensors.index.json of a rank or of common/", [Index]),
     "inspect": Page(

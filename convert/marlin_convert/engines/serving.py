@@ -17,7 +17,6 @@ from marlin_convert.documents.rank_manifest import read_rank_manifest
 from marlin_convert.engines.torch_loader import PATHS
 from marlin_convert.errors import OutputError, UsageError
 from marlin_convert.shards.reader import Shards, open_shards
-from marlin_convert.slicing import Topology
 from marlin_convert.storage.files import read_small
 from marlin_convert.storage.shard_file import FORMAT
 
@@ -127,6 +126,11 @@ def _refuse_split(out: Path, manifest: Manifest, served: Served, flags: Flags) -
             f" {served.ep}; start it with {flags(manifest.tp, manifest.ep)}, or convert again with --tp"
             f" {served.tp} --ep {served.ep}"
         )
+    if manifest.parallel.slots is not None:
+        raise UsageError(
+            f"{out} has its experts placed by a map in {manifest.parallel.slots} slots of each layer, which"
+            " this loader does not tell the engine; convert again without --expert-map"
+        )
 
 
 def _refuse_parts(out: Path, manifest: Manifest, served: Served) -> None:
@@ -183,7 +187,7 @@ def refuse_experts(where: str, manifest: Manifest, rank: int, logical: list[int]
     """
     stored = (t for shard in manifest.shards if shard.rank == rank for t in shard.tensors)
     experts = next(tensor.shape[0] for tensor in stored if tensor.experts is not None) * manifest.ep
-    owned = Topology(manifest.tp, manifest.ep).expert_range(rank, experts)
+    owned = manifest.topology.expert_range(rank, experts)
     if logical != list(owned):
         shown = ", ".join(map(str, logical[:4])) + ", ..." * (len(logical) > 4)
         raise UsageError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from marlin_convert.errors import MachineError, UsageError
 from marlin_convert.limits import allow, read_limits
-from marlin_convert.pipeline.expert_job import expert_jobs
+from marlin_convert.pipeline.expert_job import expert_jobs, most_experts
 from marlin_convert.pipeline.target import Target
 from marlin_convert.pipeline.tensor_job import tensor_jobs
 from marlin_convert.pipeline.unit_work import UnitWork
@@ -76,12 +76,12 @@ def settle(wish: Wish, need: Callable[[int], int]) -> Budget:
 def _need(target: Target, batch: int) -> int:
     """Bytes of the largest job."""
     need = 0
-    experts_seen = False
+    most = 0
     for unit in target.plan.units:
         work = UnitWork(target, unit)
         need = max([need, *(job.need for job in tensor_jobs(work))])
-        if unit.source.experts_prefix is not None and not experts_seen:
-            # a layer's batches differ only in how their pieces lie together: a margin covers that
+        if (experts := most_experts(work, batch)) > most:
+            # batches of as many experts differ only in how their pieces lie together: a margin covers that
             need = max(need, *(job.need + len(job.tensors) * 8192 for job in expert_jobs(work, batch)))
-            experts_seen = True
+            most = experts
     return need

@@ -136,7 +136,7 @@ def _layout(plan: OutputPlan) -> StoredLayout:
 
 
 def _parallel(plan: OutputPlan) -> Parallel:
-    topology = plan.topology
+    topology, placement = plan.topology, plan.topology.placement
     return Parallel(
         topology.tp,
         topology.ep,
@@ -146,6 +146,7 @@ def _parallel(plan: OutputPlan) -> Parallel:
         topology.attn_tp,
         topology.pp,
         plan.stages,
+        None if placement is None else placement.slots,
     )
 
 
@@ -159,7 +160,8 @@ def _unit(plan: OutputPlan, unit: OutputUnit) -> Unit:
         first = expert_tensors(prefix, 0, plan.shape)
         checked = tuple(_pattern(prefix, tensor.name) for tensor in first if tensor.role is None)
     names = [placed.spec.name for placed in unit.files.tensors if not is_filler(placed.spec.name)]
-    return Unit(unit.name, unit.source.layer, tuple(origins[name] for name in names), checked)
+    placed = None if plan.topology.placement is None or prefix is None else tuple(plan.placed(unit))
+    return Unit(unit.name, unit.source.layer, tuple(origins[name] for name in names), checked, placed)
 
 
 def _plain_origin(tensor: PlainTensor) -> Origin:

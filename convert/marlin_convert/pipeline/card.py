@@ -117,7 +117,9 @@ def _parallel(plan: OutputPlan) -> str:
     stages = (
         f", its layers over {plan.topology.pp} stages (pp {plan.topology.pp})" if plan.topology.pp > 1 else ""
     )
-    return f"tp {plan.topology.tp}{experts}{attention}{stages}"
+    placement = plan.topology.placement
+    placed = "" if placement is None else f", its experts placed by a map in {placement.slots} slots a layer"
+    return f"tp {plan.topology.tp}{experts}{attention}{stages}{placed}"
 
 
 def _sizes(source: Source, plan: OutputPlan) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from typing import Any, NamedTuple
@@ -36,15 +36,18 @@ class Output(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertJob:
-    """Consecutive experts, all owned by the ranks of one ep group, and their source tensors as they are
-    read.
+    """The experts in consecutive slots of the ranks of one ep group, and their source tensors as they are
+    read. `first` is which of these ranks' slots the batch begins with; `counted` are the source bytes that no
+    job of the unit before reads, too.
     """
 
     work: UnitWork
-    experts: range
+    first: int
+    experts: Sequence[int]
     ranks: tuple[int, ...]
     tensors: tuple[ExpertTensor, ...]
     reads: Reads
+    counted: int
 
     @property
     def need(self) -> int:
@@ -57,12 +60,6 @@ class ExpertJob:
     def files(self) -> tuple[str, ...]:
         """Source files it reads."""
         return self.reads.files
-
-    @property
-    def _first(self) -> int:
-        """Which of its ranks' experts the batch begins with."""
-        plan = self.work.target.plan
-        return self.experts.start - plan.topology.expert_range(self.ranks[0], plan.experts).start
 
     def run(self, tools: Tools) -> None:
         """Do it all. Raises SourceError, MachineError, or ConvertError where the exact check fails."""
@@ -82,9 +79,7 @@ class ExpertJob:
                 self._hash_outputs(outputs)
             with tools.stages.time("write", written):
                 self._write(outputs)
-        # not `size`, which has what lies between them
-        sizes = (self.work.target.source.tensors[tensor.name].entry.size for tensor in self.tensors)
-        tools.progress(self.work.unit.name, sum(sizes))
+        tools.progress(self.work.unit.name, self.counted)
 
     def _outputs(self, buffer: Bytes) -> dict[tuple[int, str], Output]:
         """By rank and stacked tensor, where the batch goes in `buffer`, each on a page of its own."""
@@ -138,7 +133,7 @@ class ExpertJob:
             data = buffer[at : at + self.work.target.source.tensors[tensor.name].entry.size]
             if tensor.role is None:
                 self._check_shape(tensor, data)
-            self.work.source_digests[tensor.name] = digest(data)
+            self.work.note_source(tensor.name, digest(data))
 
     def _check_shape(self, tensor: ExpertTensor, data: Bytes) -> None:
         """weight_shape only repeats the geometry; it is not stored, so what it says must be what the packed
@@ -156,7 +151,7 @@ class ExpertJob:
     def _hash_outputs(self, outputs: Mapping[tuple[int, str], Output]) -> None:
         for key, (_, data) in outputs.items():
             for i, expert in enumerate(data.reshape(len(self.experts), -1)):
-                self.work.expert_digests[key][self._first + i] = np.frombuffer(digest(expert), np.uint8)
+                self.work.expert_digests[key][self.first + i] = np.frombuffer(digest(expert), np.uint8)
 
     def _write(self, outputs: Mapping[tuple[int, str], Output]) -> None:
         work, left = self.work, set(self.ranks)
@@ -165,7 +160,7 @@ class ExpertJob:
             rank = min(left, key=lambda rank: work.files[rank].writers)
             left.remove(rank)
             for stack in work.unit.stacked:
-                offset = work.unit.offset(stack.name) + self._first * stack.expert_bytes
+                offset = work.unit.offset(stack.name) + self.first * stack.expert_bytes
                 work.files[rank].write(outputs[rank, stack.name].data, offset)
 
 
@@ -184,26 +179,54 @@ def _stored_expert(memory: Memory, stack: Stack, at: int, i: int) -> RowView:
     return RowView.at(memory[stack.tensor.role], at + i * size, stack.tensor.shape[0], size)
 
 
-def expert_jobs(work: UnitWork, batch: int) -> list[ExpertJob]:
-    """The jobs of a layer's routed experts, `batch` at a time and never across ep groups.
+class _Batch(NamedTuple):
+    """The experts in consecutive slots of some ranks, `first` of them before."""
+
+    first: int
+    experts: Sequence[int]
+    ranks: tuple[int, ...]
+
+
+def _batches(work: UnitWork, batch: int) -> Iterator[_Batch]:
+    """The slots of a layer's routed experts, `batch` at a time and never across ep groups; nothing of a layer
+    that has none.
 
     The groups take turns: most file systems let one thread at a time write to a file, and each group's ranks
     have files of their own.
     """
     plan, groups = work.target.plan, []
-    for group in range(plan.topology.ep if work.unit.source.experts_prefix is not None else 0):
+    for group in range(plan.topology.ep):
         ranks = tuple(rank for rank in plan.ranks if plan.topology.ep_rank(rank) == group)
-        owned = plan.topology.expert_range(ranks[0], plan.experts) if ranks else range(0)
-        groups.append([(owned[at : at + batch], ranks) for at in range(0, len(owned), batch)])
+        held = plan.held(work.unit, ranks[0]) if ranks else ()
+        groups.append([_Batch(at, held[at : at + batch], ranks) for at in range(0, len(held), batch)])
     turns = chain.from_iterable(zip_longest(*groups))
-    return [_job(work, *each) for each in turns if each is not None]
+    return (turn for turn in turns if turn is not None)
 
 
-def _job(work: UnitWork, experts: range, ranks: tuple[int, ...]) -> ExpertJob:
+def most_experts(work: UnitWork, batch: int) -> int:
+    """How many experts a job has at most, each counted once however many of its slots it is in."""
+    return max((len(set(each.experts)) for each in _batches(work, batch)), default=0)
+
+
+def expert_jobs(work: UnitWork, batch: int) -> list[ExpertJob]:
+    """The jobs of a layer's routed experts, `batch` slots at a time."""
+    jobs, before = [], set[int]()
+    for each in _batches(work, batch):
+        jobs.append(_job(work, each, before))
+        before.update(each.experts)
+    return jobs
+
+
+def _job(work: UnitWork, batch: _Batch, before: Set[int]) -> ExpertJob:
+    """The job of some slots; `before` are the experts that other jobs of the unit read."""
     prefix = work.unit.source.experts_prefix or ""
-    tensors = tuple(
-        tensor for expert in experts for tensor in expert_tensors(prefix, expert, work.target.plan.shape)
+    tensors = tuple(  # an expert in two slots of the batch is read once
+        tensor
+        for expert in dict.fromkeys(batch.experts)
+        for tensor in expert_tensors(prefix, expert, work.target.plan.shape)
     )
     entries = [work.target.source.tensors[tensor.name].entry for tensor in tensors]
     reads = work.target.reader.plan([Part(entry.name, 0, entry.size) for entry in entries])
-    return ExpertJob(work, experts, ranks, tensors, reads)
+    sizes = zip(tensors, entries, strict=True)
+    counted = sum(entry.size for tensor, entry in sizes if tensor.expert not in before)
+    return ExpertJob(work, *batch, tensors, reads, counted)

@@ -48,12 +48,14 @@ def kernel_check(target: Target, device: str = "cuda") -> Check:
     def check(unit: OutputUnit) -> None:
         if unit.source.experts_prefix is None or unit.source.layer is None:
             return
+        slots = None if plan.topology.placement is None else plan.topology.placement.slots
         files = LayerFiles(
             layer=unit.source.layer,
             prefix=unit.source.experts_prefix,
             layout=plan.layout,
             shape=plan.shape,
-            split=Split(plan.topology.tp, plan.topology.ep, plan.experts),
+            split=Split(plan.topology.tp, plan.topology.ep, plan.experts, slots=slots),
+            placed=plan.placed(unit),
             stored=lambda rank, name, begin, number: _stored(
                 out / plan.path(unit, rank), unit, name, begin, number
             ),

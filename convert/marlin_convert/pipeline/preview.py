@@ -40,6 +40,7 @@ def plan(
     ep: int = 1,
     attn_tp: int | None = None,
     pp: int = 1,
+    expert_map: str | os.PathLike[str] | None = None,
     layers: Sequence[int] | None = None,
     ranks: Sequence[int] | None = None,
     layout: str | None = None,
@@ -58,7 +59,7 @@ def plan(
     cannot be met anywhere.
     """
     refuse_odd(threads=threads, memory=memory)
-    options = Options.of((tp, ep, attn_tp, pp), layers, ranks, layout)
+    options = Options.of((tp, ep, attn_tp, pp), layers, ranks, layout, expert_map)
     opened, output = open_and_plan(source, out, options, hub, overwrite)
     allowance = allow(read_limits(), threads, len(output.ranks))
     report = PlanReport(opened, output, tuple(notes_on(opened)), allowance)

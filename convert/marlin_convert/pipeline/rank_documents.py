@@ -8,7 +8,6 @@ from marlin_convert.documents.codec import sealed, write
 from marlin_convert.documents.expert_places import EXPERTS_NAME, ExpertPlace, ExpertPlaces, UnitExperts
 from marlin_convert.documents.manifest import MANIFEST_NAME, Manifest, Shard
 from marlin_convert.documents.rank_manifest import of_rank, rank_folders
-from marlin_convert.slicing import Topology
 
 
 def with_rank_documents(manifest: Manifest) -> tuple[Manifest, dict[str, bytes]]:
@@ -24,29 +23,29 @@ def _experts(manifest: Manifest, folders: dict[str, int]) -> dict[str, bytes]:
     """experts.json of each folder. Ranks of a stage with the same experts have the same one, since their
     files are laid out alike.
     """
-    topology = Topology(manifest.tp, manifest.ep)
+    topology = manifest.topology
     made: dict[tuple[str, int], bytes] = {}
     alike = {folder: (folder.rpartition("rank-")[0], topology.ep_rank(r)) for folder, r in folders.items()}
     for folder, key in alike.items():
         if key not in made:
             shards = [shard for shard in manifest.shards if shard.folder == folder]
-            units = tuple(unit for shard in shards for unit in _unit(topology, shard))
+            units = tuple(unit for shard in shards for unit in _unit(manifest, shard))
             places = ExpertPlaces(manifest.format, manifest.format_version, manifest.source_id, units)
             made[key] = write(places)
     return {folder: made[key] for folder, key in alike.items()}
 
 
-def _unit(topology: Topology, shard: Shard) -> list[UnitExperts]:
+def _unit(manifest: Manifest, shard: Shard) -> list[UnitExperts]:
     """The experts in a shard; nothing where it has none."""
-    stacked = [tensor for tensor in shard.tensors if tensor.experts is not None]
-    if not stacked or shard.rank is None:
+    stacked, held = shard.stacked, manifest.held(shard)
+    if not held:
         return []
-    local = stacked[0].shape[0]
+    local = len(held)
     places = tuple(
         ExpertPlace(
             expert,
             tuple((t.offset + slot * (t.size // local), t.size // local) for t in stacked),
         )
-        for slot, expert in enumerate(topology.expert_range(shard.rank, local * topology.ep))
+        for slot, expert in enumerate(held)
     )
     return [UnitExperts(shard.unit, shard.file, tuple(tensor.name for tensor in stacked), places)]

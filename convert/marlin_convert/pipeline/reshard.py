@@ -25,6 +25,7 @@ def reshard(
     ep: int = 1,
     attn_tp: int | None = None,
     pp: int = 1,
+    expert_map: str | os.PathLike[str] | None = None,
     layers: Sequence[int] | None = None,
     ranks: Sequence[int] | None = None,
     layout: str | None = None,
@@ -52,7 +53,7 @@ def reshard(
             "--verify kernel compares with the checkpoint's own files, which are not here; reshard, then run"
             f" marlin-convert verify {os.fspath(new)} --kernel"
         )
-    options = Options.of((tp, ep, attn_tp, pp), layers, ranks, layout)
+    options = Options.of((tp, ep, attn_tp, pp), layers, ranks, layout, expert_map)
     store = ConvertedStore.open(out)
     source = store.source()
     plan = plan_output(source, options)

@@ -16,6 +16,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from marlin_convert.checkpoint.source import Source
+from marlin_convert.documents.expert_map import placement_digest
 from marlin_convert.documents.identity import SourceIdentity
 from marlin_convert.documents.manifest import Manifest
 from marlin_convert.documents.records import JobOptions, JobRecord
@@ -157,6 +158,7 @@ def job_options(plan: OutputPlan, verify: str) -> JobOptions:
     """What must be the same for a run to continue another. Threads, memory and the way of I/O do not matter:
     they change no byte.
     """
+    placement, placed = plan.topology.placement, filter(None, map(plan.placed, plan.units))
     return JobOptions(
         format_version(plan.topology),
         plan.layout.id,
@@ -169,11 +171,13 @@ def job_options(plan: OutputPlan, verify: str) -> JobOptions:
         verify,
         plan.topology.attn_tp,
         plan.topology.pp,
+        None if placement is None else placement_digest(placement.slots, placed),
     )
 
 
 def _manifest_options(manifest: Manifest) -> JobOptions:
     """The options of a finished conversion, as `job_options` has them."""
+    slots, placed = manifest.parallel.slots, [unit.slots for unit in manifest.units if unit.slots]
     return JobOptions(
         manifest.format_version,
         manifest.layout_id,
@@ -186,6 +190,7 @@ def _manifest_options(manifest: Manifest) -> JobOptions:
         manifest.checks,
         manifest.parallel.attn_tp,
         manifest.parallel.pp,
+        None if slots is None else placement_digest(slots, placed),
     )
 
 

@@ -73,6 +73,7 @@ def convert(
     ep: int = 1,
     attn_tp: int | None = None,
     pp: int = 1,
+    expert_map: str | os.PathLike[str] | None = None,
     layers: Sequence[int] | None = None,
     ranks: Sequence[int] | None = None,
     layout: str | None = None,
@@ -89,7 +90,8 @@ def convert(
     """Convert a checkpoint, a folder or a repository `org/name`; run again, it continues.
 
     `attn_tp` cuts attention and dense layers into so many slices, each on tp / attn_tp ranks (None: into tp);
-    `pp` spreads the layers over so many pipeline stages of tp ranks each.
+    `pp` spreads the layers over so many pipeline stages of tp ranks each. `expert_map` is a file that says
+    which routed expert is in which slot of each layer (None: each in the slot of its number).
     `layers` and `ranks` limit what is made (None: all); `layout` is the id of one of the registered layouts
     (None: that of the Marlin MoE kernel). `memory` is the budget for buffers in bytes. `verify` is "exact"
     (each buffer is inverted and compared with the source before it is written), "kernel" (and each written
@@ -103,7 +105,7 @@ def convert(
     source that is not what it should be; MachineError where disk or machine failed.
     """
     refuse_odd(threads=threads, memory=memory)
-    options = Options.of((tp, ep, attn_tp, pp), layers, ranks, layout)
+    options = Options.of((tp, ep, attn_tp, pp), layers, ranks, layout, expert_map)
     opened, plan = open_and_plan(source, out, options, hub, overwrite)
     request = request_of(opened, plan, Path(out), verify, overwrite)
     return Conversion.of(request, threads, memory, direct_io, progress).run(fetch_progress, confirm)

@@ -56,6 +56,16 @@ class UnitWork(Work):
             for stack in self.unit.stacked:
                 self.expert_digests[rank, stack.name] = np.zeros((stack.experts, 16), np.uint8)
 
+    def note_source(self, name: str, value: bytes) -> None:
+        """Keep the digest of a source tensor. Raises SourceError where it was another one when the tensor was
+        read before, as one of an expert in several slots is.
+        """
+        if self.source_digests.setdefault(name, value) != value:
+            raise SourceError(
+                f"{name} was read twice and was not the same: its file is being changed, or disk or memory is"
+                " faulty; see that nothing writes to it, then run the same command again"
+            )
+
     def finish(self) -> FinishedUnit:
         """Make the files durable under their names and return the record. Raises SourceError, and no file
         gets its name, where the source is not what OUT was made from before; OutputError where it is not what

@@ -24,9 +24,7 @@ def _routed(plan: OutputPlan, unit: OutputUnit) -> Iterable[str]:
     """The tensors of the routed experts that some rank of the plan owns."""
     if unit.source.experts_prefix is None:
         return
-    owned = sorted(
-        {expert for rank in plan.ranks for expert in plan.topology.expert_range(rank, plan.experts)}
-    )
+    owned = dict.fromkeys(expert for rank in plan.ranks for expert in plan.held(unit, rank))
     for expert in owned:
         yield from (t.name for t in expert_tensors(unit.source.experts_prefix, expert, plan.shape))
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 from marlin_convert.arguments import refuse_odd
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.documents.bounds import LISTED, MAX_PLACED, MAX_STORED, RECORD
+from marlin_convert.documents.expert_map import ExpertMap, read_expert_map
 from marlin_convert.documents.manifest import Padding, PipelineStage
 from marlin_convert.errors import SourceError, UsageError
 from marlin_convert.layout import DEFAULT_LAYOUT, get_layout, known_layouts
 from marlin_convert.layout.protocol import ExpertShape, Layout, StackedTensor
 from marlin_convert.models.family import rules_digest
 from marlin_convert.planning.offers import offers_of
+from marlin_convert.planning.placement import placement_of
 from marlin_convert.planning.units import SourceUnit, check_tensors, source_units
 from marlin_convert.slicing import Topology
 from marlin_convert.storage.shard_file import (
@@ -44,6 +48,7 @@ class Options:
     layers: tuple[int, ...] | None = None
     ranks: tuple[int, ...] | None = None
     layout: str = DEFAULT_LAYOUT
+    expert_map: ExpertMap | None = None
 
     @staticmethod
     def of(
@@ -51,15 +56,18 @@ class Options:
         layers: Sequence[int] | None,
         ranks: Sequence[int] | None,
         layout: str | None,
+        expert_map: str | os.PathLike[str] | None = None,
     ) -> Options:
-        """Options as the verbs take them: tp, ep, attn_tp and pp; `layout` None is the default one. Raises
-        UsageError for what cannot be meant.
+        """Options as the verbs take them: tp, ep, attn_tp and pp; `layout` None is the default one,
+        `expert_map` a file. Raises UsageError for what cannot be meant.
         """
         tp, ep, attn_tp, pp = topology
-        refuse_odd(tp=tp, ep=ep, attn_tp=attn_tp, pp=pp, lists={"layers": layers, "ranks": ranks})
+        lists, places = {"layers": layers, "ranks": ranks}, {"expert_map": expert_map}
+        refuse_odd(tp=tp, ep=ep, attn_tp=attn_tp, pp=pp, lists=lists, places=places)
+        placed = None if expert_map is None else read_expert_map(Path(expert_map))
         wanted = None if layers is None else tuple(layers)
         ranked = None if ranks is None else tuple(ranks)
-        return Options(tp, ep, attn_tp, pp, wanted, ranked, layout or DEFAULT_LAYOUT)
+        return Options(tp, ep, attn_tp, pp, wanted, ranked, layout or DEFAULT_LAYOUT, placed)
 
 
 @dataclass(frozen=True)
@@ -145,6 +153,16 @@ class OutputPlan:
         found = {self.folder(unit, rank) for unit in self.units for rank in unit.ranks}
         return sorted(found | {above for folder in found if (above := folder.rpartition("/")[0])})
 
+    def placed(self, unit: OutputUnit) -> Sequence[int]:
+        """The routed expert in each slot of a unit; empty where it has none."""
+        if unit.source.experts_prefix is None or unit.source.layer is None:
+            return ()
+        return self.topology.placed(unit.source.layer, self.experts)
+
+    def held(self, unit: OutputUnit, rank: int) -> Sequence[int]:
+        """The routed experts in a rank's slots of a unit, in their order; empty where it has none."""
+        return _held(self.topology, unit.source, rank, self.experts)
+
     def metadata(self, unit: OutputUnit, rank: int | None, source_id: str) -> dict[str, str]:
         """The identity in a shard's header."""
         return _metadata(source_id, self.layout, self.topology, unit.source, rank, self.experts)
@@ -210,7 +228,10 @@ def _plan(source: Source, options: Options) -> tuple[OutputPlan, list[SourceUnit
     """The plan, and all units of the source, which are not all in it."""
     topology = Topology.of(options.tp, options.ep, options.attn_tp, options.pp)
     layout, model = get_layout(options.layout), source.model
-    if model.experts % topology.ep:
+    if options.expert_map is not None:
+        topology = replace(topology, placement=placement_of(options.expert_map, model, topology.ep))
+    slots = model.experts if topology.placement is None else topology.placement.slots
+    if slots % topology.ep:
         raise UsageError(f"--ep {topology.ep} does not divide the {model.experts} routed experts")
     shape = model.expert_shape(topology.moe_tp)
     if (reason := layout.validate(shape)) is not None:
@@ -220,7 +241,7 @@ def _plan(source: Source, options: Options) -> tuple[OutputPlan, list[SourceUnit
     layers = _scope("layer", options.layers, model.layers)
     every = source_units(source, topology)
     units = [
-        _unit(unit, layout, shape, topology, model.experts // topology.ep, ranks)
+        _unit(unit, layout, shape, topology, (model.experts, slots // topology.ep), ranks)
         for unit in every
         if _in_scope(unit, options.layers, layers)
     ]
@@ -288,9 +309,11 @@ def _unit(
     layout: Layout,
     shape: ExpertShape,
     topology: Topology,
-    local_experts: int,
+    experts: tuple[int, int],
     ranks: tuple[int, ...],
 ) -> OutputUnit:
+    """`experts`: of the model, and in slots of each rank."""
+    total, local = experts
     specs: list[tuple[TensorSpec, str | None]] = [
         (TensorSpec(tensor.name, tensor.dtype, tensor.cut.local_shape(tensor.shape)), tensor.fuse)
         for tensor in unit.plain
@@ -298,8 +321,7 @@ def _unit(
     stacked: tuple[Stack, ...] = ()
     if unit.experts_prefix is not None:
         stacked = tuple(
-            Stack(f"{unit.experts_prefix}.{tensor.name}", local_experts, tensor)
-            for tensor in layout.stacked(shape)
+            Stack(f"{unit.experts_prefix}.{tensor.name}", local, tensor) for tensor in layout.stacked(shape)
         )
         specs[unit.experts_at : unit.experts_at] = [(stack.spec, None) for stack in stacked]
     try:
@@ -307,11 +329,10 @@ def _unit(
     except ValueError as error:
         raise SourceError(f"{unit.name}: {error}") from error
     file_ranks: tuple[int | None, ...] = (None,) if unit.name == "common" else ranks
-    # no rank's header is longer than the last one's, which has the largest numbers, or that of common/
-    metadatas = [
-        _metadata(NO_ID, layout, topology, unit, rank, local_experts * topology.ep)
-        for rank in (None, topology.tp - 1)
-    ]
+    # no rank's header is longer than the last one's, which has the largest numbers, or that of common/; but
+    # for those that name their experts one by one
+    longest = (topology.tp - 1,) if topology.placement is None else range(topology.tp)
+    metadatas = [_metadata(NO_ID, layout, topology, unit, rank, total) for rank in (None, *longest)]
     return OutputUnit(
         unit,
         files,
@@ -326,6 +347,12 @@ def _metadata(
     source_id: str, layout: Layout, topology: Topology, unit: SourceUnit, rank: int | None, experts: int
 ) -> dict[str, str]:
     layer = unit.name if unit.layer is None else str(unit.layer)
-    routed = rank is not None and unit.experts_prefix is not None
-    owned = topology.expert_range(rank, experts) if routed and rank is not None else range(0)
-    return metadata_of(source_id, layout.id, topology, Place(rank, layer, unit.stage), owned)
+    held = _held(topology, unit, rank, experts)
+    return metadata_of(source_id, layout.id, topology, Place(rank, layer, unit.stage), held)
+
+
+def _held(topology: Topology, unit: SourceUnit, rank: int | None, experts: int) -> Sequence[int]:
+    """The routed experts in a rank's slots of a unit, in their order; empty where it has none."""
+    if rank is None or unit.layer is None or unit.experts_prefix is None:
+        return ()
+    return topology.held(rank, unit.layer, experts)

@@ -48,6 +48,7 @@ class PlanReport:
     def document(self) -> Plan:
         """For `--json`."""
         plan, source = self.output, self.source
+        placement = plan.topology.placement
         repo, revision = source.store.hub_commit or (None, None)
         fetched, staged = self.fetched() or (None, None)
         return Plan(
@@ -65,6 +66,7 @@ class PlanReport:
             ep=plan.topology.ep,
             attn_tp=plan.topology.attn_tp or plan.topology.tp,
             pp=plan.topology.pp,
+            slots=plan.experts if placement is None else placement.slots,
             moe_tp=plan.topology.moe_tp,
             ranks=tuple(plan.ranks),
             layers=tuple(plan.layers),

@@ -43,6 +43,8 @@ def _to_run(outcome: Outcome, found: Sequence[ReportedFinding], manifest: Manife
         again += f" --attn-tp {manifest.parallel.attn_tp}"
     if manifest.parallel.pp > 1:
         again += f" --pp {manifest.parallel.pp}"
+    if manifest.parallel.slots is not None:
+        again += " --expert-map FILE"
     if not manifest.complete:
         again += "   # and its --layers and --ranks"
     return commands(*lines, again, about.command)

@@ -46,12 +46,15 @@ def _coordinate(value: int | str | None) -> str:
 
 def of_what(manifest: Manifest, *more: tuple[str, Content]) -> Html:
     """Facts of a folder."""
-    source = manifest.source
+    source, slots = manifest.source, manifest.parallel.slots
     named = f"{source.repo} at {source.revision}" if source.repo else "not named"
+    placed = [("experts", f"placed by a map in {slots:,} slots of each layer")] if slots else []
     return facts(
         *more,
         ("layout", manifest.layout_id),
         ("split", f"tp {manifest.tp}, ep {manifest.ep}, attn-tp {manifest.parallel.attn_tp or manifest.tp}"),
+        ("split", f"tp {manifest.tp}, ep {manifest.ep}"),
+        *placed,
         ("checked while converting", manifest.checks),
         ("source", f"{source.tensors:,} tensors, id {source.id}"),
         ("published as", named),

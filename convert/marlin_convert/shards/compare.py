@@ -5,7 +5,7 @@ read.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,7 +18,6 @@ from marlin_convert.documents.manifest import MANIFEST_NAME, Manifest, Shard, St
 from marlin_convert.documents.results import Differences, DifferingPart
 from marlin_convert.errors import OutputError
 from marlin_convert.shards.kept_source import ZEROS, KeptSource, listed_bytes, read_sound_source
-from marlin_convert.slicing import Topology
 from marlin_convert.storage.files import digest
 from marlin_convert.storage.shard_file import is_filler
 
@@ -41,7 +40,7 @@ def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> Differen
     refuse_odd(places={"one": one, "other": other})
     folders = Path(one), Path(other)
     manifests = read_manifest(folders[0]), read_manifest(folders[1])
-    alike = _split(manifests[0]) == _split(manifests[1])
+    alike = _split(manifests[0]) == _split(manifests[1]) and _placed_alike(*manifests)
     compared, parts = (_by_shards if alike else _by_sources)(folders, manifests)
     by = "shards" if alike else "source tensors"
     return Differences(str(one), str(other), by, not parts, compared, tuple(parts))
@@ -49,6 +48,12 @@ def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> Differen
 
 def _split(manifest: Manifest) -> tuple[object, ...]:
     return manifest.layout, replace(manifest.parallel, rules="")
+
+
+def _placed_alike(one: Manifest, other: Manifest) -> bool:
+    """Whether experts are in the same slots of the layers that both have."""
+    slots = {unit.name: unit.slots for unit in one.units}
+    return all(unit.slots == slots.get(unit.name, unit.slots) for unit in other.units)
 
 
 def _by_shards(
@@ -112,14 +117,12 @@ def _differs(a: object, b: object) -> str | None:
 
 def _shards(manifests: tuple[Manifest, Manifest], blobs: tuple[bytes, bytes]) -> Iterator[DifferingPart]:
     named = [{shard.path: shard for shard in manifest.shards} for manifest in manifests]
-    topology = Topology(manifests[0].tp, manifests[0].ep)
     same_source = manifests[0].source.id == manifests[1].source.id
     for path, a, b in _pairs(*named):
         if a is None or b is None:
             yield DifferingPart(path, OTHER if a is None else ONE)
         elif _content(a, same_source) != _content(b, same_source):
-            group = topology.ep_rank(a.rank or 0)
-            yield from list(_tensors(a, b, blobs, group)) or [DifferingPart(path, DIFFERS)]
+            yield from list(_tensors(a, b, blobs, manifests[0].held(a))) or [DifferingPart(path, DIFFERS)]
 
 
 def _content(shard: Shard, same_source: bool) -> Shard:
@@ -130,17 +133,17 @@ def _content(shard: Shard, same_source: bool) -> Shard:
     return replace(shard, tensors=tuple(replace(tensor, experts=None) for tensor in shard.tensors), **own)
 
 
-def _tensors(a: Shard, b: Shard, blobs: tuple[bytes, bytes], group: int) -> Iterator[DifferingPart]:
+def _tensors(a: Shard, b: Shard, blobs: tuple[bytes, bytes], held: Sequence[int]) -> Iterator[DifferingPart]:
     named = [{t.name: t for t in shard.tensors if not is_filler(t.name)} for shard in (a, b)]
     for name, x, y in _pairs(*named):
         if x is None or y is None:
             yield DifferingPart(a.path, OTHER if x is None else ONE, name)
         elif (x.dtype, x.shape, x.digest) != (y.dtype, y.shape, y.digest):
-            yield DifferingPart(a.path, DIFFERS, name, _experts(x, y, blobs, group))
+            yield DifferingPart(a.path, DIFFERS, name, _experts(x, y, blobs, held))
 
 
 def _experts(
-    x: StoredTensor, y: StoredTensor, blobs: tuple[bytes, bytes], group: int
+    x: StoredTensor, y: StoredTensor, blobs: tuple[bytes, bytes], held: Sequence[int]
 ) -> tuple[int, ...] | None:
     """The experts whose parts differ, numbered as in the source; None where it is no matter of experts."""
     if x.experts is None or y.experts is None or (x.dtype, x.shape) != (y.dtype, y.shape):
@@ -150,7 +153,7 @@ def _experts(
         [blob[begin + 16 * e : begin + 16 * e + 16] for e in range(local)]
         for blob, begin in zip(blobs, (x.experts, y.experts), strict=True)
     ]
-    return tuple(group * local + e for e in range(local) if pieces[0][e] != pieces[1][e])
+    return tuple(sorted({e for e, one, other in zip(held, *pieces, strict=True) if one != other}))
 
 
 def _files(manifests: tuple[Manifest, Manifest]) -> Iterator[DifferingPart]:

@@ -49,6 +49,7 @@ def describe_folder(out: Path) -> InspectedFolder:
         ep=manifest.ep,
         attn_tp=manifest.parallel.attn_tp or manifest.tp,
         pp=manifest.parallel.pp,
+        slots=manifest.parallel.slots,
         ranks=manifest.ranks,
         layers=manifest.layers,
         complete=manifest.complete and not lost,

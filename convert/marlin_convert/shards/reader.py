@@ -18,10 +18,10 @@ from marlin_convert.checkpoint.header import Header, read_header
 from marlin_convert.documents.manifest import FusedTensor, Manifest, Shard, StoredTensor
 from marlin_convert.documents.rank_manifest import of_stage, read_rank_manifest
 from marlin_convert.errors import OutputError, SourceError, UsageError
-from marlin_convert.slicing import Topology
 from marlin_convert.storage.files import machine_errors, open_regular
 from marlin_convert.storage.reads import ShortFileError, read_bytes, read_exactly
 from marlin_convert.storage.shard_file import Place, is_filler, metadata_of
+from marlin_convert.words import ranges
 
 Array = npt.NDArray[np.generic]
 
@@ -105,17 +105,13 @@ class Shards:
         }
 
     def expert(self, name: str, expert: int) -> Array:
-        """One routed expert of a stacked tensor, by its number in the model. Raises UsageError for one that
-        this rank does not own.
+        """One routed expert of a stacked tensor, by its number in the model; of several copies the first.
+        Raises UsageError for one that this rank does not own.
         """
-        stacked, manifest = self[name], self.manifest
-        topology = Topology(manifest.tp, manifest.ep)
-        owned = topology.expert_range(self.rank or 0, stacked.shape[0] * topology.ep)
-        if expert not in owned:
-            raise UsageError(
-                f"rank {self.rank} owns the experts {owned.start} to {owned.stop - 1}, not {expert}"
-            )
-        one: Array = stacked[expert - owned.start]
+        stacked, held = self[name], self.manifest.held(self._where[name][0])
+        if expert not in held:
+            raise UsageError(f"rank {self.rank} owns the experts {ranges(sorted(held))}, not {expert}")
+        one: Array = stacked[held.index(expert)]
         return one
 
     def read(self, name: str, begin: int, count: int) -> npt.NDArray[np.uint8]:
@@ -200,14 +196,11 @@ class Shards:
         size may be the same.
         """
         manifest, parallel = self.manifest, self.manifest.parallel
-        topology = Topology(manifest.tp, manifest.ep, parallel.attn_tp, parallel.pp)
         unit = next(unit for unit in manifest.units if unit.name == shard.unit)
         layer = unit.name if unit.layer is None else str(unit.layer)
         place = Place(shard.rank, layer, parallel.stage_of(unit) or 0)
-        local = next((tensor.shape[0] for tensor in shard.tensors if tensor.experts is not None), 0)
-        first = topology.ep_rank(shard.rank or 0) * local
         for key, expected in metadata_of(
-            manifest.source_id, manifest.layout_id, topology, place, range(first, first + local)
+            manifest.source_id, manifest.layout_id, manifest.topology, place, manifest.held(shard)
         ).items():
             if (found := header.metadata.get(key)) != expected:
                 raise OutputError(

@@ -15,7 +15,7 @@ from marlin_convert.layout import get_layout
 from marlin_convert.layout.protocol import PROJECTIONS, Role, StackedTensor
 from marlin_convert.shards.kept_source import ZEROS, KeptSource
 from marlin_convert.shards.stored_places import ExpertSource, Held, Missing, PlainSource, StoredExperts
-from marlin_convert.slicing import Cut, Topology
+from marlin_convert.slicing import Cut
 from marlin_convert.storage.shard_file import DTYPE_SIZE
 
 #: what to do about a manifest that cannot be right
@@ -129,21 +129,24 @@ def _experts(
     unit: Unit, stored: Mapping[tuple[str, str], Held], manifest: Manifest, kept: KeptSource
 ) -> StoredExperts:
     """The experts of a layer, their stacked tensors seen to be of the sizes that the layout says."""
-    topology, experts = Topology(manifest.tp, manifest.ep, manifest.parallel.attn_tp), kept.model.experts
+    topology, experts = manifest.topology, kept.model.experts
     layout, shape = get_layout(manifest.layout_id), kept.model.expert_shape(topology.moe_tp)
-    if (problem := layout.validate(shape)) is not None or experts % topology.ep:
+    placed = unit.placed(experts)
+    if (problem := layout.validate(shape)) is not None or len(placed) % topology.ep:
         raise OutputError(
             f"manifest.json: tp {topology.tp} ep {topology.ep} cannot be of this model"
             f" ({problem or f'{experts} experts'}); {AGAIN}"
         )
+    if set(placed) != set(range(experts)):
+        raise OutputError(f"manifest.json: {unit.name} has not each of {experts} experts in a slot; {AGAIN}")
     held = {}
     for stack in layout.stacked(shape):
         full = [o.tensor for o in unit.tensors if o.tensor.endswith(f".{stack.name}")]
         held[stack.name] = stored.get((unit.name, full[0]), {}) if len(full) == 1 else {}
-        whole = (experts // topology.ep, *stack.shape)
+        whole = (len(placed) // topology.ep, *stack.shape)
         for each in held[stack.name].values():
             _check_stacked(each, stack, whole)
-    return StoredExperts(layout, shape, experts, topology, held)
+    return StoredExperts(layout, shape, experts, placed, topology, held)
 
 
 def _check_stacked(stored: StoredSlice, stack: StackedTensor, whole: tuple[int, ...]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -36,20 +36,38 @@ class PlainSource:
 
 @dataclass(frozen=True)
 class StoredExperts:
-    """The `experts` routed experts of a layer; `held` are their stacked tensors, by the name they have in the
-    layout, then by rank.
+    """The `experts` routed experts of a layer, and the one in each of its slots; `held` are their stacked
+    tensors, by the name they have in the layout, then by rank.
     """
 
     layout: Layout
     shape: ExpertShape
     experts: int
+    placed: Sequence[int]
     topology: Topology
     held: Mapping[str, Held]
 
     def homes(self, expert: int) -> list[tuple[int, int]]:
-        """Of each slice of an expert, in order, the rank that has it, and which of its experts that is."""
-        ranks = self.topology.owners(expert, self.experts)
-        return [(rank, expert - self.topology.expert_range(rank, self.experts).start) for rank in ranks]
+        """Of each slice of an expert, in order, the rank that has it, and which of its slots that is: of the
+        first copy that is wholly here, where there are several.
+        """
+        copies = self._copies[expert]
+        return next((copy for copy in copies if self._here.issuperset(rank for rank, _ in copy)), copies[0])
+
+    @cached_property
+    def _copies(self) -> dict[int, list[list[tuple[int, int]]]]:
+        """What `homes` says of every copy of each expert."""
+        copies: dict[int, list[list[tuple[int, int]]]] = {}
+        for slot, expert in enumerate(self.placed):
+            ranks = self.topology.owners(slot, len(self.placed))
+            first = self.topology.expert_range(ranks[0], len(self.placed)).start
+            copies.setdefault(expert, []).append([(rank, slot - first) for rank in ranks])
+        return copies
+
+    @cached_property
+    def _here(self) -> frozenset[int]:
+        """The ranks that are here."""
+        return frozenset(rank for held in self.held.values() for rank in held)
 
     @cached_property
     def stacks(self) -> dict[tuple[str, Role], StackedTensor]:

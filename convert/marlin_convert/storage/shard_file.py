@@ -199,8 +199,8 @@ def is_marked_shard(start: bytes) -> bool:
 
 
 def format_version(topology: Topology) -> Literal[1, 2]:
-    """2 where attention is split apart or there are stages, which a loader of version 1 would misread."""
-    return 1 if topology.attn_tp is None and topology.pp == 1 else 2
+    """2 where a loader of version 1 would misread the files."""
+    return 1 if topology.plain else 2
 
 
 class Place(NamedTuple):
@@ -212,9 +212,16 @@ class Place(NamedTuple):
 
 
 def metadata_of(
-    source_id: str, layout_id: str, topology: Topology, place: Place, experts: range
+    source_id: str, layout_id: str, topology: Topology, place: Place, experts: Sequence[int]
 ) -> dict[str, str]:
-    """The identity of a file."""
+    """The identity of a file of the routed `experts`; where a map places them they are named one by one, in
+    the order of their slots.
+    """
+    key, owned = "expert_range", "0:0"
+    if experts and topology.placement is not None:
+        key, owned = "expert_slots", ",".join(map(str, experts))
+    elif experts:
+        owned = f"{experts[0]}:{experts[-1] + 1}"
     apart = {} if topology.attn_tp is None else {"attn_tp": str(topology.attn_tp)}
     apart |= {} if topology.pp == 1 else {"pp": str(topology.pp), "stage": str(place.stage)}
     return {
@@ -227,5 +234,5 @@ def metadata_of(
         **apart,
         "rank": "common" if place.rank is None else str(place.rank),
         "layer": place.layer,
-        "expert_range": f"{experts.start}:{experts.stop}" if experts else "0:0",
+        key: owned,
     }

@@ -42,9 +42,16 @@ class FusedCheck:
             self._inputs[count] = (x, Routing(routing.weights.to(device), routing.ids.to(device)))
             self._reference[count] = torch.zeros((count, files.shape.hidden), device=device)
         self._kept: dict[int, dict[str, Matrix]] = {}
+        self._added: set[int] = set()
+        self._copies: dict[int, list[int]] = {}
+        for slot, expert in enumerate(files.placed):
+            self._copies.setdefault(expert, []).append(slot)
 
     def add_reference(self, expert: int, whole: ExpertWeights) -> None:
-        """Add an expert's share of the unsharded result, in float32."""
+        """Add an expert's share of the unsharded result, in float32; once, in however many slots it is."""
+        if expert in self._added:
+            return
+        self._added.add(expert)
         gate, up, down = (
             whole.whole(projection).float() for projection in ("gate_proj", "up_proj", "down_proj")
         )
@@ -57,14 +64,14 @@ class FusedCheck:
                     0, tokens, (inner @ down.t()) * routing.weights[tokens, choices].unsqueeze(1)
                 )
 
-    def keep(self, rank: int, experts: range, matrices: dict[str, Matrix]) -> None:
+    def keep(self, rank: int, slots: range, matrices: dict[str, Matrix]) -> None:
         """Keep a batch of a rank's tensors on the device until all are there."""
         owned = self._files.split.held(rank)
         kept = self._kept.setdefault(rank, {})
         for name, matrix in matrices.items():
             if name not in kept:
                 kept[name] = matrix.map(lambda tensor: tensor.new_empty((len(owned), *tensor.shape[1:])))
-            part = kept[name][experts.start - owned.start : experts.stop - owned.start]
+            part = kept[name][slots.start - owned.start : slots.stop - owned.start]
             part.qweight.copy_(matrix.qweight)
             part.scales.copy_(matrix.scales)
 
@@ -74,8 +81,9 @@ class FusedCheck:
         ranks = [self._experts(rank, kept) for rank, kept in self._kept.items()]
         for count, (x, routing) in self._inputs.items():
             total = torch.zeros_like(self._reference[count])
+            dispatched = Routing(routing.weights, self._slots(routing.ids))
             for experts in ranks:
-                total += fused_moe(provider, x, experts, routing, workspace=workspace).float()
+                total += fused_moe(provider, x, experts, dispatched, workspace=workspace).float()
             reference = self._reference[count]
             error = float((total - reference).norm() / reference.norm().clamp_min(1e-30))
             ok = error <= FUSED_TOLERANCE
@@ -87,8 +95,20 @@ class FusedCheck:
                 )
                 report.findings.append(Finding(f"layer-{self._files.layer:03d}", what, self._files.layer))
 
+    def _slots(self, ids: Tensor) -> Tensor:
+        """The slots that tokens go to: of an expert in several, each takes its turn."""
+        if self._files.split.slots is None:
+            return ids
+        dispatched = ids.clone()
+        for expert, slots in self._copies.items():
+            chosen = (ids == expert).nonzero()
+            for turn, slot in enumerate(slots):
+                tokens, choices = chosen[turn :: len(slots)].unbind(1)
+                dispatched[tokens, choices] = slot
+        return dispatched
+
     def _experts(self, rank: int, kept: dict[str, Matrix]) -> Experts:
-        owned, count = self._files.split.held(rank), self._files.split.experts
+        owned, count = self._files.split.held(rank), self._files.split.count
         whole = len(owned) == count
         expert_map = None if whole else contiguous_expert_map(count, owned.start, owned.stop, self._device)
         return Experts(kept["w13"], kept["w2"], expert_map)

@@ -100,7 +100,7 @@ def _of_rank(rank: int, verdicts: Sequence[Verdict], every_expert: bool) -> Kern
     experts = sorted({verdict.expert for verdict in verdicts}) if every_expert else ()
     matrices = []
     for projection, some in _by(verdicts, "projection"):
-        errors = [_share(v.relative_error, digits=3) for v in sorted(some, key=attrgetter("expert"))]
+        errors = [_largest((v.relative_error for v in each), digits=3) for _, each in _by(some, "expert")]
         matrices.append(
             MatrixErrors(
                 projection=projection,
@@ -119,10 +119,10 @@ def _by(verdicts: Iterable[Verdict], key: str) -> Iterator[tuple[Any, list[Verdi
         yield value, list(some)
 
 
-def _largest(values: Iterable[float]) -> float | None:
+def _largest(values: Iterable[float], digits: int = 6) -> float | None:
     """None where one is not finite: none of the others is the largest then."""
     every = list(values)
-    return _share(max(every)) if all(map(math.isfinite, every)) else None
+    return _share(max(every), digits) if all(map(math.isfinite, every)) else None
 
 
 def _share(value: float, digits: int = 6) -> float | None:

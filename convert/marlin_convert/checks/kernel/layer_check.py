@@ -55,7 +55,8 @@ class LayerCheck:
         """Check all experts in scope; results go to the report."""
         fused = self._fused()
         with Workers(4) as readers:
-            for experts, original, pieces in self._steps(readers):
+            for slots, original, pieces in self._steps(readers):
+                experts = self.files.experts(slots)
                 with self._timed("dequantize"):
                     loaded = original.result()
                     weights = {e: ExpertWeights.load(loaded[i], self.device) for i, e in enumerate(experts)}
@@ -70,7 +71,7 @@ class LayerCheck:
                         matrices = self._matrices(future.result(), len(experts))
                     self._check_rank(rank, experts, weights, matrices)
                     if fused is not None:
-                        fused.keep(rank, experts, {name: _runnable(each) for name, each in matrices.items()})
+                        fused.keep(rank, slots, {name: _runnable(each) for name, each in matrices.items()})
         self._wrong.name_exchanged()
         if fused is not None:
             with self._timed("fused"):
@@ -89,28 +90,28 @@ class LayerCheck:
     def _steps(
         self, readers: Workers
     ) -> Iterator[tuple[range, Future[list[Original]], dict[int, Future[dict[str, Bytes]]]]]:
-        """Batches of experts of one owner, the next one's bytes being read while one is checked."""
+        """Batches of slots of one owner, the next one's bytes being read while one is checked."""
         ahead: list[tuple[range, Future[list[Original]], dict[int, Future[dict[str, Bytes]]]]] = []
-        for experts in self._batches():
-            ranks = [rank for rank in self.scope.ranks if experts.start in self.files.split.held(rank)]
+        for slots in self._batches():
+            ranks = [rank for rank in self.scope.ranks if slots.start in self.files.split.held(rank)]
             if not ranks:
                 continue
-            futures = {rank: readers.submit(self.files.read, rank, experts) for rank in ranks}
-            ahead.append((experts, readers.submit(self.originals, experts), futures))
+            futures = {rank: readers.submit(self.files.read, rank, slots) for rank in ranks}
+            ahead.append((slots, readers.submit(self.originals, slots), futures))
             if len(ahead) == 2:
                 yield ahead.pop(0)
         yield from ahead
 
     def _batches(self) -> Iterator[range]:
-        """Runs of consecutive experts in scope, never across owners."""
-        experts, local = self.files.split.experts, self.files.split.local
-        wanted = set(range(experts) if self.scope.experts is None else self.scope.experts)
-        for first in range(0, experts, local):
+        """Runs of consecutive slots with experts in scope, never across owners."""
+        split, placed = self.files.split, self.files.placed
+        wanted = set(range(split.experts) if self.scope.experts is None else self.scope.experts)
+        for first in range(0, split.count, split.local):
             run: list[int] = []
-            for expert in range(first, first + local + 1):
-                inside = expert in wanted and expert < first + local
+            for slot in range(first, first + split.local + 1):
+                inside = slot < first + split.local and placed[slot] in wanted
                 if inside:
-                    run.append(expert)
+                    run.append(slot)
                 if run and (not inside or len(run) == BATCH):
                     yield range(run[0], run[-1] + 1)
                     run = []
@@ -130,7 +131,11 @@ class LayerCheck:
         }
 
     def _check_rank(
-        self, rank: int, experts: range, weights: dict[int, ExpertWeights], matrices: dict[str, Matrix]
+        self,
+        rank: int,
+        experts: Sequence[int],
+        weights: dict[int, ExpertWeights],
+        matrices: dict[str, Matrix],
     ) -> None:
         for name, matrix in matrices.items():
             places = [Place(name, rank, expert) for expert in experts]

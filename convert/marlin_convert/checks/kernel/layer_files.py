@@ -4,7 +4,7 @@ come from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +25,7 @@ Original = dict[str, tuple[npt.NDArray[np.int32], npt.NDArray[np.uint16]]]
 
 @dataclass(frozen=True)
 class LayerFiles:
-    """A layer's stacked tensors on all ranks at hand.
+    """A layer's stacked tensors on all ranks at hand; `placed` is the expert in each slot.
 
     `stored(rank, name, begin, count)` is the bytes of some of a rank's experts of one of them; `path(rank)`
     is the file's name inside OUT.
@@ -36,26 +36,32 @@ class LayerFiles:
     layout: Layout
     shape: ExpertShape
     split: Split
+    placed: Sequence[int]
     stored: Callable[[int, str, int, int], Bytes]
     path: Callable[[int], str]
 
-    def read(self, rank: int, experts: range) -> dict[str, Bytes]:
-        """Stored bytes of consecutive experts of a rank, per stacked tensor name (without prefix)."""
-        begin = experts.start - self.split.held(rank).start
+    def experts(self, slots: range) -> list[int]:
+        """The experts in some slots."""
+        return [self.placed[slot] for slot in slots]
+
+    def read(self, rank: int, slots: range) -> dict[str, Bytes]:
+        """Stored bytes of consecutive slots of a rank, per stacked tensor name (without prefix)."""
+        begin = slots.start - self.split.held(rank).start
         names = [tensor.name for tensor in self.layout.stacked(self.shape)]
-        return {name: self.stored(rank, f"{self.prefix}.{name}", begin, len(experts)) for name in names}
+        return {name: self.stored(rank, f"{self.prefix}.{name}", begin, len(slots)) for name in names}
 
 
+#: the published matrices of what is in some slots
 Originals = Callable[[range], list[Original]]
 
 
 def originals_from_source(source: Source, files: LayerFiles) -> Originals:
     """The published matrices, read from the checkpoint."""
 
-    def read(experts: range) -> list[Original]:
+    def read(slots: range) -> list[Original]:
         names = [
             f"{files.prefix}.{expert}.{projection}.{kind}"
-            for expert in experts
+            for expert in files.experts(slots)
             for projection in PROJECTIONS
             for kind in Role
         ]
@@ -70,7 +76,7 @@ def originals_from_source(source: Source, files: LayerFiles) -> Originals:
                 projection: _matrix(files.shape, projection, next(arrays), next(arrays))
                 for projection in PROJECTIONS
             }
-            for _ in experts
+            for _ in slots
         ]
 
     return read
@@ -87,12 +93,12 @@ def originals_restored(
     differs.
     """
 
-    def read(experts: range) -> list[Original]:
-        ranks = files.split.owners(experts.start)
-        stored = [files.read(rank, experts) for rank in ranks]
+    def read(slots: range) -> list[Original]:
+        ranks, experts = files.split.owners(slots.start), files.experts(slots)
+        stored = [files.read(rank, slots) for rank in ranks]
         return [restore(stored, ranks, experts, i) for i in range(len(experts))]
 
-    def restore(stored: list[dict[str, Bytes]], ranks: range, experts: range, i: int) -> Original:
+    def restore(stored: list[dict[str, Bytes]], ranks: range, experts: list[int], i: int) -> Original:
         expert, path = experts[i], on_some_rank(files.path(ranks[0]))
         slices = [{name: data.reshape(len(experts), -1)[i] for name, data in each.items()} for each in stored]
         matrices, dirty = assemble_expert(files.layout, files.shape, slices)

@@ -38,13 +38,14 @@ class CheckScope:
             chosen = sampled(every if chosen is None else chosen, sample)
         return CheckScope(tuple(subset("rank", ranks, manifest.ranks)), chosen, tuple(tokens), model.top_k)
 
-    def steps(self, manifest: Manifest, split: Split) -> tuple[int, int]:
-        """Steps of a layer, and bytes of one: w13 and w2 of an expert on a rank are a step each."""
+    def steps(self, manifest: Manifest, split: Split, units: Sequence[Unit]) -> tuple[int, int]:
+        """Steps of some layers, and bytes of one: w13 and w2 of each slot of a rank are a step."""
         stacked = [
             tensor for shard in manifest.shards for tensor in shard.tensors if tensor.experts is not None
         ]
-        experts = range(split.experts) if self.experts is None else self.experts
-        pairs = sum(expert in split.held(rank) for rank in self.ranks for expert in experts)
+        wanted = set(range(split.experts) if self.experts is None else self.experts)
+        places = [slot for rank in self.ranks for slot in split.held(rank)]
+        pairs = sum(split.placed(unit)[slot] in wanted for unit in units for slot in places)
         one = {tensor.name.rpartition(".")[2]: tensor.size // tensor.shape[0] for tensor in stacked}
         return 2 * pairs, sum(one.values()) // 2
 

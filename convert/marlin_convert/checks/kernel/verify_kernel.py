@@ -87,9 +87,9 @@ def verify_kernel(
         rank: open_shards(folder, rank, manifest)
         for rank in (manifest.ranks if opened is None else scope.ranks)
     }
-    steps, size = scope.steps(manifest, Split.of(manifest.parallel, model))
+    steps, size = scope.steps(manifest, Split.of(manifest.parallel, model), units)
     stage = "running the kernel's model" if report.model else "running the kernel"
-    tally = Tally(stage, steps * size * len(units), [unit.name for unit in units], progress)
+    tally = Tally(stage, steps * size, [unit.name for unit in units], progress)
     for unit in units:
         tally.count(unit.name)
         report.step = partial(tally.count, unit.name, size)
@@ -153,6 +153,7 @@ def manifest_files(
         layout=get_layout(manifest.layout_id),
         shape=model.expert_shape(split.moe_tp),
         split=split,
+        placed=split.placed(unit),
         stored=lambda rank, name, begin, count: shards[rank].read(name, begin, count),
         path=lambda rank: paths[rank],
     )

@@ -94,11 +94,13 @@ class WrongReads:
             row, group = first_place(where)
             number = int(where.sum())
             some = "one scale of the source is" if number == 1 else f"{number} scales of the source are"
-            self.report.skipped.append(
+            line = (
                 f"layer {self.files.layer}, expert {expert}, {projection}: {some} not finite, the first at"
                 f" row {row}, group {group}: {value(scale[row, group])}; no kernel can tell the weights of"
                 " such a row apart, so the bits were compared, and it ran with another scale in their place"
             )
+            if line not in self.report.skipped:  # an expert may be in several slots
+                self.report.skipped.append(line)
         return bool(odd)
 
     def pair(self, name: str, rank: int, whole: ExpertWeights) -> Pair:
@@ -123,11 +125,13 @@ class WrongReads:
         for other, whole in self.near.items():
             if other != expert:
                 yield f"expert {other}", self.pair(name, rank, whole)
-        for other in (expert - 1, expert + 1):
-            if other in self.files.split.held(rank) and other not in self.near:
-                original = self.originals(range(other, other + 1))[0]
+        held, placed = self.files.split.held(rank), self.files.placed
+        beside = (slot + step for slot in held if placed[slot] == expert for step in (-1, 1))
+        for slot in beside:
+            if slot in held and placed[slot] not in self.near:
+                original = self.originals(range(slot, slot + 1))[0]
                 whole = ExpertWeights.load(original, self.near[expert].device)
-                yield f"expert {other}", self.pair(name, rank, whole)
+                yield f"expert {placed[slot]}", self.pair(name, rank, whole)
 
 
 def unpadded(matrix: Tensor, name: str, local: int) -> Tensor:
