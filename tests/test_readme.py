@@ -22,6 +22,7 @@ from marlin_convert import errors
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.cli import cli, run
 from marlin_convert.cli.bench_kernel import HEADER
+from marlin_convert.documents.expert_map import ExpertMap
 from marlin_convert.planning.output_plan import Options, OutputPlan, plan_output
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -289,6 +290,13 @@ def test_the_numbers_of_stages(full_size: Source) -> None:
     assert f"with the layers {first[0]} to {first[-1]}, embeddings" in text
     assert f"with the layers {last[0]} to {last[-1]}, norm" in text
     assert f"`VLLM_PP_LAYER_PARTITION={len(first)},{len(last)}`" in text
+
+
+def test_the_numbers_of_a_placement(full_size: Source) -> None:
+    text = re.sub(r"\s+", " ", (ROOT / "docs" / "converting.md").read_text())
+    rows = ExpertMap((tuple(slot % 384 for slot in range(400)),) * 60)
+    size = plan_output(full_size, Options(8, 8, expert_map=rows)).rank_bytes()
+    assert f"With 400 slots for the 384 experts a rank loads {size / 1e9:.1f} GB." in text
 
 
 def performance() -> str:
