@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from any_document import plain
 from checkpoints import make_small
-from marlin_convert.bench.conversion import VARIANTS, bench_conversion, tell_check_apart
+from marlin_convert.bench.conversion import VERBS, bench_conversion, tell_check_apart
 from marlin_convert.bench.layout import SHAPES, bench_layout
 from marlin_convert.bench.synthetic import config, make_layers
 from marlin_convert.checkpoint.source import open_source
@@ -31,31 +31,30 @@ def valid(name: str, document: Struct) -> None:
 
 
 @pytest.mark.slow
-def test_convert_against_cp(tmp_path: Path) -> None:
+@pytest.mark.parametrize("verb", VERBS)
+def test_against_cp(tmp_path: Path, verb: str) -> None:
     make_small(tmp_path / "source", layers=2, experts=4)
+    names = [variant.name for variant in VERBS[verb].variants]
+    assert len(names) == {"convert": 4, "restore": 2, "reshard": 4}[verb]
     said: list[str] = []
     report = bench_conversion(
         tmp_path,
-        ConversionSettings(layers=1, experts=1, rounds=2, tp=2, ep=1),
+        ConversionSettings(verb=verb, layers=1, experts=1, rounds=2, tp=2, ep=1),
         source=tmp_path / "source",
-        variants=[v.name for v in VARIANTS],
+        variants=names,
         options=["--threads", "2", "--memory", "256MiB"],
         say=said.append,
     )
     valid("bench-convert", report)
-    assert [variant.name for variant in report.variants] == [
-        "cp",
-        *(variant.name for variant in VARIANTS),
-    ]
+    assert [variant.name for variant in report.variants] == ["cp", *names]
     assert report.bytes == sum(path.stat().st_size for path in (tmp_path / "source").iterdir())
     assert all(len(variant.seconds) == 2 for variant in report.variants)
+    stages = {"read", "hash", "write"} | ({"repack"} if verb != "restore" else set())
     for variant in report.variants[1:]:
         assert variant.stages is not None
         assert variant.peak_anonymous is not None
         assert all(work.bytes > 0 for work in variant.stages.values())
-        assert variant.stages.keys() == {"read", "repack", "hash", "write"} | (
-            {"check"} if "exact" in variant.name else set()
-        )
+        assert variant.stages.keys() == stages | ({"check"} if "exact" in variant.name else set())
         assert variant.peak_anonymous > 10 << 20
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
@@ -80,7 +79,7 @@ def test_a_conversion_that_fails_is_no_measurement(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match=r"exit code 2: error: --tp 3 .* is not divisible by moe_tp = 3"):
         bench_conversion(
             tmp_path,
-            ConversionSettings(layers=1, experts=1, rounds=1, tp=3, ep=1),
+            ConversionSettings(verb="convert", layers=1, experts=1, rounds=1, tp=3, ep=1),
             source=tmp_path / "source",
             variants=["none"],
             options=["--threads", "1"],

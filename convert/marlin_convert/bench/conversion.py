@@ -1,5 +1,5 @@
-"""`bench convert`: conversion against `cp` of the same bytes on the same disk, cold, with fsync on both
-sides, rounds interleaved.
+"""`bench convert`: conversion, and with --verb the way back or to another split, against `cp` of the
+checkpoint on the same disk, cold, with fsync on both sides, rounds interleaved.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from marlin_convert.documents.bench import (
     ConversionVariant,
 )
 from marlin_convert.documents.provenance import Stage
+from marlin_convert.documents.restore import RestoreResult
 from marlin_convert.documents.results import ConvertResult
 from marlin_convert.storage.files import lies_in_memory
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to convert."""
+    """One way to do it."""
 
     name: str
     arguments: tuple[str, ...]
@@ -49,12 +50,30 @@ class _Run:
     stages: Mapping[str, Stage] = field(default_factory=dict)
 
 
-VARIANTS = (
-    Variant("none", ("--verify", "none")),
-    Variant("exact", ("--verify", "exact")),
-    Variant("none, ordinary I/O", ("--verify", "none", "--no-direct")),
-    Variant("exact, ordinary I/O", ("--verify", "exact", "--no-direct")),
+@dataclass(frozen=True)
+class Verb:
+    """What is measured: a command that reads a folder and writes one, what it prints, and ways to do it."""
+
+    name: str
+    kind: type[ConvertResult | RestoreResult]
+    variants: tuple[Variant, ...]
+
+
+_ORDINARY = ", ordinary I/O"
+_CHECKED = tuple(
+    Variant(check + name, ("--verify", check, *direct))
+    for name, direct in (("", ()), (_ORDINARY, ("--no-direct",)))
+    for check in ("none", "exact")
 )
+_PLAIN = (Variant("restore", ()), Variant("restore" + _ORDINARY, ("--no-direct",)))
+VERBS = {
+    verb.name: verb
+    for verb in (
+        Verb("convert", ConvertResult, _CHECKED),
+        Verb("restore", RestoreResult, _PLAIN),
+        Verb("reshard", ConvertResult, _CHECKED),
+    )
+}
 
 
 def bench_conversion(
@@ -66,49 +85,89 @@ def bench_conversion(
     options: Sequence[str],
     say: Callable[[str], None],
 ) -> ConversionBench:
-    """Run all variants and `cp` in turn, `rounds` times; needs about twice the checkpoint's size in `folder`.
-    Returns the report.
+    """Run all variants and `cp` in turn, `rounds` times; needs about twice the checkpoint's size in `folder`,
+    three times where it is not conversion that is measured. Returns the report.
 
-    Without `source` a checkpoint is made. `options` go to each `convert` as they are.
+    Without `source` a checkpoint is made. `options` go to each run as they are.
     """
-    layers, experts, rounds = settings.layers, settings.experts, settings.rounds
     place = Path(tempfile.mkdtemp(prefix="marlin-convert-bench-", dir=folder))
     try:
         if source is None:
             source = place / "source"
-            say(f"making {layers} layers of {experts} experts")
-            make_layers(source, layers, experts)
-        files = sorted(path for path in source.iterdir() if path.is_file())
-        in_memory = lies_in_memory(source.stat().st_dev)
-        if in_memory:
-            say("this is a file system in memory: nothing is cold here")
-        size = sum(path.stat().st_size for path in files)
-        chosen = [variant for variant in VARIANTS if variant.name in variants]
-        extra = ["--tp", str(settings.tp), "--ep", str(settings.ep), *options]
+            say(f"making {settings.layers} layers of {settings.experts} experts")
+            make_layers(source, settings.layers, settings.experts)
+        files = _files(source)
+        verb, read, extra = VERBS[settings.verb], source, ["--tp", str(settings.tp), "--ep", str(settings.ep)]
+        if verb.name != "convert":
+            read = place / "converted"
+            say("converting it once")
+            run_command("convert", [str(source), str(read), *extra, "--verify", "none"], ConvertResult)
+            extra = _split_of(settings) if verb.name == "reshard" else []
+        todo = _Todo(verb, read, place / "out", [*extra, *options])
+        chosen = [variant for variant in verb.variants if variant.name in variants]
         say("one run to compile and warm up")
-        _convert(source, place / "out", [*extra, *chosen[0].arguments])
-        runs: dict[str, list[_Run]] = {name: [] for name in ["cp", *(variant.name for variant in chosen)]}
-        for number in range(rounds):
-            # each starts from the same state: source out of the cache, no output there
-            steps: list[tuple[str, Callable[[], _Run]]] = [("cp", partial(_copy, files, place / "copy"))]
-            steps += [
-                (v.name, partial(_convert, source, place / "out", [*extra, *v.arguments])) for v in chosen
-            ]
-            # and no variant always comes after the same other one, whose last writes a shared disk may still
-            # be at
-            order = steps[number % len(steps) :] + steps[: number % len(steps)]
-            for name, run in order if number % 2 == 0 else reversed(order):
-                if not in_memory:
-                    make_cold(files)
-                result = run()
-                runs[name].append(result)
-                say(
-                    f"round {number + 1} of {rounds}: {name} {result.seconds:.2f} s,"
-                    f" {size / result.seconds / 1e9:.2f} GB/s"
-                )
-        return _report(size, runs, settings)
+        todo.run(chosen[0])
+        steps: list[tuple[str, Callable[[], _Run]]] = [("cp", partial(_copy, files, place / "copy"))]
+        steps += [(variant.name, partial(todo.run, variant)) for variant in chosen]
+        runs = _rounds(steps, [*files, *_files(read)], settings.rounds, say)
+        return _report(sum(path.stat().st_size for path in files), runs, settings)
     finally:
         shutil.rmtree(place, ignore_errors=True)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _split_of(settings: ConversionSettings) -> list[str]:
+    """The options of another split: unless one is said, the experts whole where they are cut, and else
+    cut.
+    """
+    tp = settings.to_tp or settings.tp
+    return ["--tp", str(tp), "--ep", str(settings.to_ep or (tp if settings.ep == 1 else 1))]
+
+
+def _rounds(
+    steps: Sequence[tuple[str, Callable[[], _Run]]],
+    files: Sequence[Path],
+    rounds: int,
+    say: Callable[[str], None],
+) -> dict[str, list[_Run]]:
+    """Run all of them in turn, each from the same state: `files` out of the cache, no output there."""
+    in_memory = lies_in_memory(files[0].stat().st_dev)
+    if in_memory:
+        say("this is a file system in memory: nothing is cold here")
+    runs: dict[str, list[_Run]] = {name: [] for name, _ in steps}
+    for number in range(rounds):
+        # no variant always comes after the same other one, whose last writes a shared disk may still be at
+        order = [*steps[number % len(steps) :], *steps[: number % len(steps)]]
+        for name, run in order if number % 2 == 0 else reversed(order):
+            if not in_memory:
+                make_cold(files)
+            runs[name].append(run())
+            say(f"round {number + 1} of {rounds}: {name} {runs[name][-1].seconds:.2f} s")
+    return runs
+
+
+@dataclass(frozen=True)
+class _Todo:
+    """What is measured, of which folder."""
+
+    verb: Verb
+    read: Path
+    out: Path
+    options: Sequence[str]
+
+    def run(self, variant: Variant) -> _Run:
+        """Do it in a process of its own; its own clock (without interpreter start-up), its peak anonymous
+        memory, its stages.
+        """
+        shutil.rmtree(self.out, ignore_errors=True)
+        line = [str(self.read), str(self.out), *self.options, *variant.arguments]
+        ran = run_command(self.verb.name, line, self.verb.kind)
+        shutil.rmtree(self.out)
+        os.sync()
+        return _Run(ran.document.seconds, ran.wall, ran.peak_anonymous, ran.document.stages)
 
 
 def _copy(files: Sequence[Path], target: Path) -> _Run:
@@ -123,17 +182,6 @@ def _copy(files: Sequence[Path], target: Path) -> _Run:
     shutil.rmtree(target)
     os.sync()
     return _Run(seconds)
-
-
-def _convert(source: Path, out: Path, arguments: Sequence[str]) -> _Run:
-    """Convert in a process of its own; its own clock (without interpreter start-up), its peak anonymous
-    memory, its stages.
-    """
-    shutil.rmtree(out, ignore_errors=True)
-    ran = run_command("convert", [str(source), str(out), *arguments], ConvertResult)
-    shutil.rmtree(out)
-    os.sync()
-    return _Run(ran.document.seconds, ran.wall, ran.peak_anonymous, ran.document.stages)
 
 
 def _report(size: int, runs: Mapping[str, Sequence[_Run]], settings: ConversionSettings) -> ConversionBench:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,7 +20,15 @@ if TYPE_CHECKING:
     short_help="Conversion against cp on the same disk.",
     epilog=examples(
         "bench convert --dir /data --rounds 3",
+        "bench convert --dir /data --rounds 3 --verb restore --variants all",
     ),
+)
+@click.option(
+    "--verb",
+    type=click.Choice(["convert", "restore", "reshard"]),
+    default="convert",
+    show_default=True,
+    help="What is measured; restore and reshard of a folder that is converted first.",
 )
 @click.option(
     "--dir",
@@ -50,13 +58,15 @@ if TYPE_CHECKING:
 @click.option(
     "--ep", type=click.IntRange(1), default=1, show_default=True, help="Groups the experts are split over."
 )
-@click.option("--threads", type=click.IntRange(1), help="Passed on to convert.")
-@click.option("--memory", help="Passed on to convert.")
+@click.option("--to-tp", type=click.IntRange(1), help="What reshard makes [default: --tp].")
+@click.option("--to-ep", type=click.IntRange(1), help="The same [default: tp where --ep is 1, else 1].")
+@click.option("--threads", type=click.IntRange(1), help="Passed on.")
+@click.option("--memory", help="Passed on.")
 @click.option(
     "--variants",
-    default="none,exact",
+    default="none,exact,restore",
     show_default=True,
-    help="Of none, exact, 'none, ordinary I/O', 'exact, ordinary I/O'; or all.",
+    help="Of none, exact, restore; the same with ', ordinary I/O' behind; or all.",
 )
 @json_option
 def command(
@@ -66,19 +76,18 @@ def command(
     threads: int | None,
     memory: str | None,
     as_json: bool,
-    **settings: int,
+    **settings: Any,
 ) -> None:
-    """Conversion against `cp` of the same bytes on the same disk, both cold and with fsync, rounds
-    interleaved.
+    """Conversion against `cp` of the checkpoint on the same disk, both cold and with fsync, rounds
+    interleaved. With --verb the way back, or to another split.
     """
-    from marlin_convert.bench.conversion import VARIANTS, bench_conversion
+    from marlin_convert.bench.conversion import VERBS, bench_conversion
     from marlin_convert.documents.bench import ConversionSettings
 
-    names = [variant.name for variant in VARIANTS]
-    if variants != "all":
-        names = [name for name in names if name in variants.split(",")]
+    known = [variant.name for variant in VERBS[settings["verb"]].variants]
+    names = known if variants == "all" else [name for name in known if name in variants.split(",")]
     if not names:
-        raise click.UsageError("--variants names none of: " + "; ".join(variant.name for variant in VARIANTS))
+        raise click.UsageError("--variants names none of: " + "; ".join(known))
     options = ["--threads", str(threads)] if threads else []
     options += ["--memory", memory] if memory else []
     report = bench_conversion(

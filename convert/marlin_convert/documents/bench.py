@@ -12,14 +12,17 @@ from marlin_convert.documents.provenance import StageTimes
 Rate = Annotated[float, Meta(ge=0)]
 
 
-class ConversionSettings(Struct, frozen=True):
-    """What was converted."""
+class ConversionSettings(Struct, frozen=True, omit_defaults=True):
+    """What was converted, or what was done with what it came to."""
 
+    verb: Annotated[str, about("what was measured", enum=["convert", "restore", "reshard"])]
     layers: Annotated[Count, about("layers")]
     experts: Annotated[Count, about("experts of each")]
     rounds: Annotated[Count, about("rounds")]
     tp: Tp
     ep: Ep
+    to_tp: Annotated[Tp | None, about("of reshard: tp of what it makes")] = None
+    to_ep: Annotated[Ep | None, about("of reshard: ep of what it makes")] = None
 
 
 class BenchMachine(Struct, frozen=True):
@@ -48,7 +51,7 @@ class Timed(Struct, frozen=True):
 
 
 class ConversionVariant(Timed, frozen=True, omit_defaults=True):
-    """`cp`, or one way to convert."""
+    """`cp`, or one way to do it."""
 
     ratio_to_cp: Annotated[Share, about("median over the median of cp")]
     peak_anonymous: PeakAnonymous = None
@@ -63,12 +66,12 @@ class ConversionVariant(Timed, frozen=True, omit_defaults=True):
 
 
 class ConversionBench(Struct, frozen=True):
-    """Conversion against `cp` of the same bytes."""
+    """Conversion, or the way back, or to another split, against `cp` of the checkpoint."""
 
     bytes: Annotated[Count, about("bytes of the checkpoint's files")]
     settings: Annotated[ConversionSettings, about("what was converted")]
     machine: Annotated[BenchMachine, about("where it ran")]
-    variants: Annotated[tuple[ConversionVariant, ...], about("cp first, then the ways to convert")]
+    variants: Annotated[tuple[ConversionVariant, ...], about("cp first, then the ways to do it")]
 
 
 class VerifyWay(Timed, frozen=True, omit_defaults=True):
