@@ -170,6 +170,42 @@ def test_a_part_of_the_folder_is_checked_by_itself(out: Path) -> None:
     assert not verify(out).ok
 
 
+def test_a_stage_is_checked_by_itself(
+    make: Make, out: Path, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    shutil.rmtree(out / "stage-00-of-02")
+    source = make(layers=3)
+    for against in (None, source.folder):
+        found = verify(out, against, stages=[1])
+        assert [str(finding) for finding in found.findings] == []
+        theirs = [
+            n for n in source.tensors if ".layers.0." not in n and "embed" not in n and "vision" not in n
+        ]
+        assert found.proven == len([name for name in theirs if not name.startswith("mm_projector")])
+        assert found.unproven == 0
+    assert command("verify", out, "--stages", 1)[0] == 0
+    code, _, stderr = command("verify", out)
+    assert code == 1
+    assert "stage-00-of-02/rank-00-of-02, stage-00-of-02/rank-01-of-02: not here" in stderr
+    assert "verify what is here with --stages or --ranks" in stderr
+    path = out / "stage-01-of-02/rank-01-of-02/head.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    assert command("verify", out, "--stages", 1)[0] == 1
+    code, _, stderr = command("verify", out, "--stages", 2)
+    assert code == 2
+    assert "there is no stage 2 to check here; there are 0 to 1" in stderr
+    code, _, stderr = command("verify", out, "--stages", 1, "--kernel")
+    assert code == 2
+    assert "--stages does not go with --kernel" in stderr
+
+
+def test_a_folder_without_stages_is_all_of_the_first(tiny_tp2: Path) -> None:
+    assert (verify(tiny_tp2, stages=[0]).proven, verify(tiny_tp2, stages=[0]).of_all) == (
+        verify(tiny_tp2).proven,
+        True,
+    )
+
+
 @pytest.mark.parametrize("pp", [0, 4, 5])
 def test_what_cannot_be_is_refused(make: Make, tmp_path: Path, pp: int) -> None:
     with pytest.raises(UsageError, match=r"pp"):
@@ -567,14 +603,17 @@ SAID: dict[str, tuple[Callable[[Document], object], str]] = {
         lambda d: stages(d).reverse(),
         "that layer 0 is in the stages 1, it must be in stage 0 alone",
     ),
-    "version 1": (lambda d: d.update(format_version=1), "format_version 1 for attn_tp None and pp 2"),
+    "version 1": (
+        lambda d: d.update(format_version=1),
+        "format_version 1 for attn_tp None, pp 2 and slots None",
+    ),
     "more stages than layers": (
         lambda d: d["parallel"].update(pp=4, stages=[{"layers": [n], "has": []} for n in range(4)]),
         "parallel.pp 4, but the model has 3 layers",
     ),
     "no stages": (
         lambda d: [d["parallel"].pop(key) for key in ("pp", "stages")],
-        "format_version 2 for attn_tp None and pp 1",
+        "format_version 2 for attn_tp None, pp 1 and slots None",
     ),
     "embeddings in head": (
         lambda d: unit(d, "head")["tensors"].append(unit(d, "embed")["tensors"][0]),

@@ -87,8 +87,9 @@ def mend(findings: Sequence[ReportedFinding]) -> str:
         )
     if folders := _folders_elsewhere(findings):
         return (
-            f"{some(folders)}: not here; where that is meant, verify what is here with --ranks, else run the"
-            " same convert command again, which remakes what is missing"
+            f"{some(folders)}: not here; where that is meant, verify what is here with"
+            f" {'--stages or ' * folders[0].startswith('stage-')}--ranks, else run the same convert command"
+            " again, which remakes what is missing"
         )
     stray = [finding for finding in findings if STRAY in finding.what]
     move = "move away what is not in the manifest" if stray else ""
@@ -103,4 +104,4 @@ def _folders_elsewhere(findings: Sequence[ReportedFinding]) -> list[str]:
     gone = {finding.path for finding in findings if os.strerror(errno.ENOENT) in finding.what}
     indexes = {path.rpartition("/")[0] for path in gone if path.endswith(f"/{INDEX_NAME}")}
     shards = {path.rpartition("/")[0] for path in gone if path.endswith(".safetensors")}
-    return sorted(folder for folder in indexes & shards if folder.startswith("rank-"))
+    return sorted(folder for folder in indexes & shards if folder.rpartition("/")[2].startswith("rank-"))

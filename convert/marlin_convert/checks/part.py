@@ -21,13 +21,24 @@ class Part:
     left_out: frozenset[str]
 
     @staticmethod
-    def of(manifest: Manifest, layers: Sequence[int] | None, ranks: Sequence[int] | None) -> Part:
-        """Those of some layers (None: of all, with top and common/) and some ranks (None: of all). Raises
-        UsageError for one that is not there.
+    def of(
+        manifest: Manifest,
+        layers: Sequence[int] | None,
+        ranks: Sequence[int] | None,
+        stages: Sequence[int] | None = None,
+    ) -> Part:
+        """Those of some layers (None: of all, with top and common/), some ranks and some pipeline stages
+        (None: of all). Raises UsageError for one that is not there.
         """
         on_ranks = set(subset("rank", ranks, manifest.ranks))
         of_layers = set(subset("layer", layers, manifest.layers))
-        units = {unit.name for unit in manifest.units if layers is None or unit.layer in of_layers}
+        in_stages = set(subset("stage", stages, range(manifest.parallel.pp)))
+        units = {
+            unit.name
+            for unit in manifest.units
+            if (layers is None or unit.layer in of_layers)
+            and (stages is None or (manifest.parallel.stage_of(unit) or 0) in in_stages)
+        }
         shards = tuple(
             shard
             for shard in manifest.shards

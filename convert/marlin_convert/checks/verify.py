@@ -54,6 +54,7 @@ def verify(
     *,
     layers: Sequence[int] | None = None,
     ranks: Sequence[int] | None = None,
+    stages: Sequence[int] | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Verification:
@@ -61,21 +62,20 @@ def verify(
     nibble and every scale.
 
     Without `source` the digests kept in OUT stand for it; with it, the published files are read as well. Of
-    `layers` and `ranks` (None: all) alone the files are looked at, so the others need not be there; what of a
-    tensor is on other ranks then comes from `source`, or counts as not proven. `progress(point)` gets a
-    `progress.Point` of stored bytes and may be called from any thread.
+    `layers`, `ranks` and pipeline `stages` (None: all) alone the files are looked at, so the others need not
+    be there; what of a tensor is on other ranks then comes from `source`, or counts as not proven.
+    `progress(point)` gets a `progress.Point` of stored bytes and may be called from any thread.
 
     Raises OutputError where OUT cannot be checked at all, SourceError where `source` is not the one OUT was
-    made from, UsageError for a rank or layer that is not there.
+    made from, UsageError for a rank, layer or stage that is not there.
     """
-    refuse_odd(
-        threads=threads, lists={"layers": layers, "ranks": ranks}, places={"out": out, "source": source}
-    )
+    lists = {"layers": layers, "ranks": ranks, "stages": stages}
+    refuse_odd(threads=threads, lists=lists, places={"out": out, "source": source})
     folder = Path(out)
     if not folder.is_dir():
         raise UsageError(f"{out} is not a folder")
     manifest = read_manifest(folder)
-    part = Part.of(manifest, layers, ranks)
+    part = Part.of(manifest, layers, ranks, stages)
     report = Verification(with_source=source is not None, of_all=part.whole)
     begin = time.perf_counter()
     start(load_compiled, "load")

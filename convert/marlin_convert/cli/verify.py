@@ -49,6 +49,9 @@ SHOWN = 40
 )
 @click.option("--layers", type=numbers, help="Only these layers; the files of others need not be there.")
 @click.option("--ranks", type=numbers, help="Only these ranks; the files of others need not be there.")
+@click.option(
+    "--stages", type=numbers, help="Only these pipeline stages; the files of others need not be there."
+)
 @click.option("--experts", type=numbers, help="With --kernel: only these experts.")
 @click.option(
     "--sample", type=click.IntRange(1), help="With --kernel: only this many experts, spread evenly."
@@ -68,6 +71,7 @@ def command(
     kernel: bool,
     layers: tuple[int, ...] | None,
     ranks: tuple[int, ...] | None,
+    stages: tuple[int, ...] | None,
     as_json: bool,
     report: Path | None,
     **scope: Any,
@@ -75,10 +79,10 @@ def command(
     """Check a converted folder: structure, all digests, and that the inverse layout gives the source, every
     nibble and every scale.
 
-    On a machine that has some ranks only, give --ranks: what of a tensor is on other ranks then comes from
-    --source, or counts as not proven. With --kernel, run the real kernel on the shards against the
-    dequantized originals: it reads back every weight; --tokens 0 leaves the fused MoE out. Exit code 1 where
-    anything is wrong; each line names layer, expert, projection and rank as far as they apply.
+    On a machine that has some ranks or stages only, give --ranks or --stages: what of a tensor is on other
+    ranks then comes from --source, or counts as not proven. With --kernel, run the real kernel on the shards
+    against the dequantized originals: it reads back every weight; --tokens 0 leaves the fused MoE out. Exit
+    code 1 where anything is wrong; each line names layer, expert, projection and rank as far as they apply.
     """
     if too_many:
         raise click.UsageError(
@@ -91,12 +95,14 @@ def command(
     ]
     if given and not kernel:
         raise click.UsageError(f"--{given[0]} goes with --kernel; without it everything is checked", ctx)
+    if stages is not None and kernel:
+        raise click.UsageError("--stages does not go with --kernel; give the --layers of the stage", ctx)
     written = reporter(report, "kernel-report" if kernel else "verify", out)
     part = {"layers": layers, "ranks": ranks}
     ok = (
         _kernel(out, source, as_json, written, part | scope)
         if kernel
-        else _exact(out, source, as_json, written, part | {"threads": threads})
+        else _exact(out, source, as_json, written, part | {"stages": stages, "threads": threads})
     )
     if not ok:
         ctx.exit(1)

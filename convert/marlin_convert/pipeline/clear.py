@@ -34,7 +34,8 @@ def removable(out: Path, copied: Iterable[str]) -> list[Path]:
     listed, named, not_ours = _listed(out), OWN | set(copied), _not_ours(out)
     files, foreign = [], []
     for path, kind in _walk(out):
-        formed = not str(path).startswith(not_ours)
+        below = stat.S_ISDIR(kind) or len(path.parts) > 1
+        formed = not (below and str(path).startswith(not_ours))
         if formed and stat.S_ISREG(kind) and is_own(out, path, listed, named):
             files.append(path)
         elif not (
