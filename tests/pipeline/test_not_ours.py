@@ -254,3 +254,9 @@ def test_nothing_is_removed_for_a_conversion_that_has_lost_shards(
     with pytest.raises(ConvertError, match="layer-000"):
         reshard(less, out, tp=4, overwrite=True)
     assert everything(out) == before
+
+
+def test_it_continues_without_the_folder_of_its_records(source: Path, begun: Path) -> None:
+    shutil.rmtree(begun / ".work" / "units")
+    assert convert(source, begun, tp=2).action == "continue"
+    assert verify(begun)

@@ -160,6 +160,7 @@ class WorkFolder:
 
     def record(self, unit: FinishedUnit) -> None:
         """Record a finished unit; its files must be durable already."""
+        make_folder(self.folder / "units")  # somebody may have removed it since
         write_atomic(self._path(unit.name), write_record(unit))
 
     def any_finished(self) -> bool:
