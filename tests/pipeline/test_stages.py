@@ -303,6 +303,28 @@ def test_a_part_of_the_stages_gives_back_what_it_has(make: Make, tmp_path: Path)
         assert path.read_bytes() == (source / path.name).read_bytes()
 
 
+def test_every_split_at_once(make: Make, tmp_path: Path) -> None:
+    """Stages, attention apart, and experts in slots, one of them twice on a rank: each byte is where
+    experts.json says, and all of it is proven and cut again.
+    """
+    source, out, placed = make(layers=3, experts=4).folder, tmp_path / "out", tmp_path / "map.json"
+    rows = [[0, 1, 2, 3, 0, 1], [3, 1, 2, 0, 0, 3], [2, 2, 1, 0, 3, 1]]
+    placed.write_text(json.dumps({"physical_to_logical_map": rows}))
+    convert(source, out, tp=4, ep=2, attn_tp=2, pp=2, expert_map=placed, threads=2)
+    assert [str(finding) for finding in verify(out, source).findings] == []
+    folder = out / "stage-01-of-02" / "rank-03-of-04"
+    units = json.loads((folder / "experts.json").read_bytes())["units"]
+    assert [[place["expert"] for place in unit["experts"]] for unit in units] == [[0, 0, 3], [0, 3, 1]]
+    for unit in units:
+        shard = trees.read_shard(folder / unit["file"])
+        for slot, place in enumerate(unit["experts"]):
+            for name, (offset, size) in zip(unit["tensors"], place["ranges"], strict=True):
+                assert shard.data[offset : offset + size] == shard.array(name)[slot].tobytes()
+    reshard(out, tmp_path / "plain", tp=2, threads=2)
+    convert(source, tmp_path / "converted", tp=2, threads=2)
+    assert trees.tree(tmp_path / "plain") == trees.tree(tmp_path / "converted")
+
+
 @pytest.mark.parametrize(
     "to", [{"tp": 4}, {"tp": 2, "pp": 3}, {"tp": 4, "ep": 2, "attn_tp": 2, "pp": 2}], ids=str
 )
