@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 import trees
 from checkpoints import Checkpoint
 from marlin_convert.checks.kernel.verify_kernel import verify_kernel
+from marlin_convert.pipeline.kernel_check import kernel_check
 from marlin_convert.pipeline.run import convert
 
 #: four experts in six slots; expert 2 is in three of them, two of which are of one rank
@@ -89,3 +91,18 @@ def test_an_expert_in_a_wrong_slot_is_named(
     assert not report.ok
     if with_source:
         assert all("it looks as if it is expert 2" in finding.what for finding in report.findings)
+
+
+def test_convert_runs_it_too(
+    placed: Placed, small: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the kernel's model in place of the kernel; the files are those that it writes without."""
+    on_the_cpu = partial(kernel_check, device="cpu")
+    monkeypatch.setattr("marlin_convert.pipeline.run.kernel_check", on_the_cpu)
+    file = placed(4, 2).parent / "map.json"
+    convert(small.folder, tmp_path / "out", tp=4, ep=2, expert_map=file, verify="kernel")
+    shards = {
+        path.relative_to(tmp_path / "out"): path.read_bytes() for path in tmp_path.rglob("*.safetensors")
+    }
+    assert shards == {path: (placed(4, 2) / path).read_bytes() for path in shards}
+    assert trees.manifest_of(tmp_path / "out")["checks"] == "kernel"

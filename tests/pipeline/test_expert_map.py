@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -175,6 +176,38 @@ def test_another_map_does_not_continue(make: Make, placed: Path, tmp_path: Path)
     assert convert(source, out, tp=2, ep=2, expert_map=map_file(tmp_path)).action == "repair"
     assert trees.tree(out) == trees.tree(placed)
     assert convert(source, out, tp=2, ep=2, expert_map=map_file(tmp_path)).action == "done"
+
+
+def test_a_run_that_broke_off_goes_on_with_its_own_map(make: Make, placed: Path, tmp_path: Path) -> None:
+    out, source = tmp_path / "out", make().folder
+
+    def stop(point: Point) -> None:
+        if point.number == 3:
+            raise RuntimeError("stop here")
+
+    with pytest.raises(RuntimeError, match="stop here"):
+        convert(source, out, tp=2, ep=2, expert_map=map_file(tmp_path), threads=1, progress=stop)
+    assert not (out / "manifest.json").exists()
+    other = map_file(tmp_path, [[0, 3, *ROW[2:8], 3, 0]])
+    with pytest.raises(UsageError, match="was begun with expert_map"):
+        convert(source, out, tp=2, ep=2, expert_map=other)
+    assert convert(source, out, tp=2, ep=2, expert_map=map_file(tmp_path)).action == "continue"
+    assert trees.tree(out) == trees.tree(placed)
+
+
+@pytest.mark.parametrize("part", [{"layers": [0]}, {"layers": [1]}, {"ranks": [1]}], ids=str)
+def test_shards_of_a_part_are_those_of_the_whole(
+    make: Make, placed: Path, tmp_path: Path, part: dict[str, Any]
+) -> None:
+    """That of a dense layer, which has no experts to place, too."""
+    out = tmp_path / "out"
+    convert(make().folder, out, tp=2, ep=2, expert_map=map_file(tmp_path), **part)
+    assert verify(out).ok
+    assert verify(out, make().folder).ok
+    shards = {path: data for path, data in trees.tree(out).items() if path.endswith(".safetensors")}
+    whole = trees.tree(placed)
+    assert shards == {path: whole[path] for path in shards}
+    assert trees.manifest_of(out)["format_version"] == 2
 
 
 def test_a_tensor_that_reads_in_two_ways_is_refused() -> None:
