@@ -4,6 +4,7 @@ small and at full K2.6 width.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,4 +103,29 @@ def test_a_padded_rank_passes(tmp_path: Path) -> None:
     report = verify_kernel(out, str(made.folder))
     assert report.findings == []
     assert len(report.verdicts) == len(ranks) * made.dims.experts * 2
+    assert {verdict.wrong for verdict in report.verdicts} == {0}
+
+
+def test_placed_experts_in_stages_pass(tmp_path: Path) -> None:
+    """Experts in slots of a map, one of them twice, on two stages, with attention cut apart: each slot goes
+    through the kernel against the original it is said to hold.
+    """
+    made = make_small(
+        tmp_path / "checkpoint",
+        hidden=128,
+        intermediate=128,
+        moe_intermediate=256,
+        experts=4,
+        layers=3,
+        vocab=64,
+        vt_layers=1,
+    )
+    rows = {"physical_to_logical_map": [[2, 0, 3, 1, 0, 2], [2, 0, 3, 1, 0, 2], [3, 1, 1, 0, 2, 3]]}
+    (tmp_path / "map.json").write_text(json.dumps(rows))
+    out = tmp_path / "out"
+    convert(made.folder, out, tp=4, ep=2, attn_tp=2, pp=2, expert_map=tmp_path / "map.json")
+    report = verify_kernel(out, str(made.folder))
+    assert report.findings == []
+    # w13 and w2 of six slots, each in two slices, of two layers
+    assert len(report.verdicts) == 2 * 6 * 2 * 2
     assert {verdict.wrong for verdict in report.verdicts} == {0}
