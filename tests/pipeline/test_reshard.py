@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,12 @@ from marlin_convert.documents.manifest import read_manifest
 from marlin_convert.documents.records import read_record, write_record
 from marlin_convert.documents.schemas import schema
 from marlin_convert.errors import MachineError, OutputError, SourceError, UsageError
-from marlin_convert.pipeline import run
+from marlin_convert.limits import FILES_PER_THREAD, OTHER_FILES, Limit, read_limits
+from marlin_convert.pipeline import budget, run
+from marlin_convert.pipeline.run import request_of
+from marlin_convert.planning.output_plan import Options, plan_output
 from marlin_convert.progress import Point
+from marlin_convert.shards.stored_source import ConvertedStore
 from once import once
 from recorded import REPO, record
 
@@ -134,6 +139,18 @@ def test_little_memory(output: Output, tmp_path: Path) -> None:
     (least,) = re.findall(r"works is (\d+)MiB", str(refused.value))
     reshard(output(8, 2), tmp_path / "new", tp=4, memory=int(least) << 20, threads=3)
     assert_the_same(tmp_path / "new", output(4))
+
+
+def test_shards_that_are_read_together_are_open_files(
+    output: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight that are read and two that are written leave room for two threads."""
+    allowed = Limit(OTHER_FILES + 4 * (8 + 2) + 2 * FILES_PER_THREAD, "ulimit -n")
+    limits = replace(read_limits(), cores=Limit(8, "cores"), open_files=allowed)
+    monkeypatch.setattr(budget, "read_limits", lambda: limits)
+    source = ConvertedStore.open(output(8, 2)).source()
+    request = request_of(source, plan_output(source, Options(2)), tmp_path / "new", "exact", overwrite=False)
+    assert budget.choose_budget(request.target, None, None).threads == 2
 
 
 #: every power of two that slices of one expert, heads and vocabulary allow, the last two padded

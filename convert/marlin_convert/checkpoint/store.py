@@ -40,12 +40,13 @@ DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a source whose files are not there: its identity, and what each of its tensors must
-    hash to.
+    """What is known of a source whose files are not there: its identity, what each of its tensors must hash
+    to, and how many files are read together for one of them.
     """
 
     identity: SourceIdentity
     digests: Mapping[str, bytes]
+    files: int
 
     def whose(self, digest: bytes) -> str:
         """Whose data has this digest, for people."""

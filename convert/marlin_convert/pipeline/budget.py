@@ -29,14 +29,16 @@ class Budget:
 
 def choose_budget(target: Target, threads: int | None, memory: int | None) -> Budget:
     """Of a conversion; see `settle`."""
-    wish = Wish(threads, memory, BATCH, len(target.plan.ranks))
+    known = target.source.store.known
+    read = 0 if known is None else known.files
+    wish = Wish(threads, memory, BATCH, len(target.plan.ranks) + read)
     return settle(wish, lambda batch: _need(target, batch))
 
 
 @dataclass(frozen=True)
 class Wish:
     """What is asked for: threads and memory, where they are given; the largest batch that is worth while; and
-    how many files are written together.
+    how many files are written, and where they are many read, together.
     """
 
     threads: int | None

@@ -94,7 +94,8 @@ def restore(
     """
     refuse_odd(places={"out": out, "folder": folder}, threads=threads, memory=memory)
     plan = plan_restore(Path(out), direct_io)
-    budget = settle(Wish(threads, memory, STEPS, TOGETHER), lambda batch: largest_need(plan, batch * STEP))
+    wish = Wish(threads, memory, STEPS, TOGETHER + len(plan.manifest.ranks))
+    budget = settle(wish, lambda batch: largest_need(plan, batch * STEP))
     return Restoration(plan, RestoreFolder(Path(folder)), budget, direct_io, progress).run()
 
 

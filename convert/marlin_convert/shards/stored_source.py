@@ -85,7 +85,7 @@ class ConvertedStore:
     @property
     def known(self) -> Known:
         """What it was made from."""
-        return Known(self.manifest.source.identity, self.kept.digests)
+        return Known(self.manifest.source.identity, self.kept.digests, len(self.manifest.ranks))
 
     def names(self) -> dict[str, bool]:
         """What lay beside config.json: what was copied, and what was not."""
