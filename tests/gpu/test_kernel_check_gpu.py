@@ -93,6 +93,24 @@ def test_every_mistake_is_caught_and_named(
         shutil.rmtree(out)
 
 
+def test_experts_placed_by_a_map(tmp_path: Path) -> None:
+    """At full width, eight experts in twelve slots: one of them three times, two of them on one rank. The
+    fused MoE over all ranks sends tokens to every copy.
+    """
+    made, row = make_layers(tmp_path / "checkpoint", experts=8), [3, 0, 3, 7, 1, 2, 5, 4, 6, 0, 3, 7]
+    (tmp_path / "map.json").write_text(json.dumps({"physical_to_logical_map": [row]}))
+    for ep in (1, 4):
+        out = tmp_path / str(ep)
+        convert(str(made.folder), out, tp=4, ep=ep, expert_map=tmp_path / "map.json")
+        for source in (str(made.folder), None):
+            report = verify_kernel(out, source)
+            assert report.findings == []
+            assert len(report.verdicts) == 4 // ep * len(row) * 2
+            assert {verdict.wrong for verdict in report.verdicts} == {0}
+            assert [verdict.tokens for verdict in report.fused] == [1, 9, 90, 330]
+            assert all(verdict.ok for verdict in report.fused)
+
+
 def test_a_padded_rank_passes(tmp_path: Path) -> None:
     """tp 64 leaves 32 channels of an expert, which are padded to 64: at full width, the first and the last
     rank.

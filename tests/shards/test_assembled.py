@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -89,6 +90,18 @@ def test_every_tensor(
     parts, expected = zip(*whole(source), strict=True)
     for part, found, want in zip(parts, read(converted(*split), parts, direct), expected, strict=True):
         assert found == want, part.tensor
+
+
+@pytest.mark.parametrize("ranks", [None, (2, 3)], ids=str)
+def test_experts_placed_by_a_map(source: Checkpoint, tmp_path: Path, ranks: tuple[int, ...] | None) -> None:
+    """An expert is taken from a copy that is wholly here, not from the first one where that is elsewhere."""
+    out, file = tmp_path / "out", tmp_path / "map.json"
+    file.write_text(json.dumps({"physical_to_logical_map": [[2, 0, 1, 3, 0, 3, 1, 2]]}))
+    convert(source.folder, out, tp=4, ep=2, ranks=ranks, expert_map=file)
+    parts, expected = zip(*((p, e) for p, e in whole(source) if ".mlp.experts." in p.tensor), strict=True)
+    assert len(parts) == 4 * 9
+    assert not index_of(out).missing(part.tensor for part in parts)
+    assert read(out, parts) == list(expected)
 
 
 def test_shared_heads(tmp_path: Path) -> None:
