@@ -306,6 +306,23 @@ def test_another_sha256_is_noticed(
     assert weights(tmp_path / "back") == []
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_file_without_a_record_is_compared_by_sha256(
+    of_a_commit: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    (source, out), back = of_a_commit, tmp_path / "back"
+    begun(out, back, monkeypatch)
+    name = weights(source)[1]
+    (back / ".work" / "records" / f"{name}.json").unlink()
+    if not whole:
+        damage.flip(back / name, (back / name).stat().st_size // 2)
+        with pytest.raises(UsageError, match=f"{name} is there and is not what would be restored"):
+            restore(out, back)
+        return
+    found = restore(out, back)
+    assert (found.made, found.found, found.by_sha256) == (0, 5, 5)
+
+
 # What is wrong is named, and no file has its name.
 
 

@@ -43,10 +43,7 @@ class FileWork(Work):
 
     def __post_init__(self) -> None:
         self.sha256 = self.plan.sha256(self.header.file)
-        # what is read back at once to be proven, is read from the page cache
-        self.file = ShardFile(
-            self.folder.made(self.header.file), self.header.size, self.direct_io and self.sha256 is None
-        )
+        self.file = ShardFile(self.folder.made(self.header.file), self.header.size, self.direct_io)
 
     def create(self) -> None:
         """See `Work`."""
@@ -67,7 +64,7 @@ class FileWork(Work):
         self.folder.publish(restored(self.plan, self.header))
 
     def _difference(self, published: str) -> str | None:
-        """How the whole differs from the published file."""
+        """How the whole, read back, differs from the published file."""
         with machine_errors(f"reading {self.file.partial}"):
             found = sha256_of(self.file.partial)
         if found == published:

@@ -11,8 +11,11 @@ from marlin_convert.checkpoint.header import Header
 from marlin_convert.documents.restore import RestoredFile
 from marlin_convert.pipeline.recheck import tensor_digest
 from marlin_convert.pipeline.restore_plan import RestorePlan
-from marlin_convert.storage.files import digest, machine_errors, open_regular
+from marlin_convert.storage.files import CHUNK, advise, digest, machine_errors, open_regular
 from marlin_convert.storage.reads import read_exactly
+
+#: bytes that are asked for ahead of what is hashed
+AHEAD = 4 * CHUNK
 
 
 def file_head(header: Header) -> bytes:
@@ -22,8 +25,14 @@ def file_head(header: Header) -> bytes:
 
 def sha256_of(path: Path) -> str:
     """The digest that a hub publishes, in hex. Raises OSError."""
-    with os.fdopen(open_regular(path), "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    hasher, at = hashlib.sha256(), 0
+    with os.fdopen(open_regular(path), "rb", buffering=0) as file:
+        advise(file.fileno(), 0, AHEAD, "WILLNEED")
+        while piece := file.read(CHUNK):
+            at += len(piece)
+            advise(file.fileno(), at + AHEAD - CHUNK, CHUNK, "WILLNEED")  # while this piece is hashed
+            hasher.update(piece)
+    return hasher.hexdigest()
 
 
 def restored(plan: RestorePlan, header: Header) -> RestoredFile:
