@@ -178,6 +178,22 @@ def test_what_a_part_of_the_ranks_lacks(source: Checkpoint, tmp_path: Path) -> N
     assert str(missing) == "the slices of ranks 0-1"
 
 
+def test_the_copy_that_is_here(source: Checkpoint, tmp_path: Path) -> None:
+    """Of experts in several slots one copy is enough, the second where the first is on a rank that is not
+    here.
+    """
+    placed = tmp_path / "map.json"
+    placed.write_text(json.dumps({"physical_to_logical_map": [[0, 1, 2, 3, 0, 1]]}))
+    convert(source.folder, tmp_path / "out", tp=2, ep=2, layers=[1], ranks=[1], expert_map=placed)
+    index = index_of(tmp_path / "out")
+    experts = [name for name in source.tensors if ".mlp.experts." in name]
+    here = [name for name in experts if int(name.split(".")[6]) != 2]
+    assert set(index.missing(experts).tensors) == set(experts) - set(here)
+    assert index.missing(experts).ranks == (0,)
+    parts, expected = zip(*((p, want) for p, want in whole(source) if p.tensor in here), strict=True)
+    assert read(tmp_path / "out", parts) == list(expected)
+
+
 def test_names_that_are_none(converted: Callable[..., Path]) -> None:
     index = index_of(converted(2, 1))
     for name in (
