@@ -472,6 +472,10 @@ def slots_of(document: trees.Document) -> list[int]:
             lambda d: (d["parallel"].update(slots=8), slots_of(d).pop(), slots_of(d).pop()),
             "has a tensor of other than 4 experts",
         ),
+        (
+            lambda d: d["shards"][0]["tensors"][0].update(experts=0),
+            "layer-000.safetensors has a tensor of other than 5 experts",
+        ),
     ],
 )
 def test_a_manifest_that_says_otherwise_is_found(

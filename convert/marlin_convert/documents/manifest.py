@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -329,19 +329,25 @@ class Manifest(Sealed, frozen=True, kw_only=True):
                 raise ValueError(f"{unit.name} has {found} slots, of parallel.slots {slots}")
         if slots is None:
             return
-        local = slots // self.ep
+        local, routed = slots // self.ep, {unit.name for unit in self.units if unit.routed}
         for shard in self.shards:
-            if {tensor.shape[:1] for tensor in shard.stacked} - {(local,)}:
+            counts = {tensor.shape[:1] for tensor in shard.stacked}
+            if counts - ({(local,)} if shard.unit in routed else set()):
                 raise ValueError(f"{shard.path} has a tensor of other than {local} experts")
 
-    def held(self, shard: Shard) -> Sequence[int]:
-        """The routed experts in a shard, by their numbers in the model, in the order of its stacked tensors;
-        empty where it has none.
+    def held(self) -> Callable[[Shard], Sequence[int]]:
+        """Says of any shard which routed experts are in it, by their numbers in the model, in the order of
+        its stacked tensors; none where it has none.
         """
-        layer = next(unit.layer for unit in self.units if unit.name == shard.unit)
-        if shard.rank is None or layer is None or not shard.stacked:
-            return ()
-        return self.topology.held(shard.rank, layer, shard.stacked[0].shape[0] * self.ep)
+        topology, layers = self.topology, {unit.name: unit.layer for unit in self.units}
+
+        def experts_of(shard: Shard) -> Sequence[int]:
+            layer, stacked = layers[shard.unit], shard.stacked
+            if shard.rank is None or layer is None or not stacked:
+                return ()
+            return topology.held(shard.rank, layer, stacked[0].shape[0] * topology.ep)
+
+        return experts_of
 
     @property
     def topology(self) -> Topology:

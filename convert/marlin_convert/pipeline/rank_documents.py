@@ -4,6 +4,8 @@ rank, and where each of its experts is. All of it follows from the manifest.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from marlin_convert.documents.codec import sealed, write
 from marlin_convert.documents.expert_places import EXPERTS_NAME, ExpertPlace, ExpertPlaces, UnitExperts
 from marlin_convert.documents.manifest import MANIFEST_NAME, Manifest, Shard
@@ -23,21 +25,21 @@ def _experts(manifest: Manifest, folders: dict[str, int]) -> dict[str, bytes]:
     """experts.json of each folder. Ranks of a stage with the same experts have the same one, since their
     files are laid out alike.
     """
-    topology = manifest.topology
+    topology, held = manifest.topology, manifest.held()
     made: dict[tuple[str, int], bytes] = {}
     alike = {folder: (folder.rpartition("rank-")[0], topology.ep_rank(r)) for folder, r in folders.items()}
     for folder, key in alike.items():
         if key not in made:
             shards = [shard for shard in manifest.shards if shard.folder == folder]
-            units = tuple(unit for shard in shards for unit in _unit(manifest, shard))
+            units = tuple(unit for shard in shards for unit in _unit(shard, held(shard)))
             places = ExpertPlaces(manifest.format, manifest.format_version, manifest.source_id, units)
             made[key] = write(places)
     return {folder: made[key] for folder, key in alike.items()}
 
 
-def _unit(manifest: Manifest, shard: Shard) -> list[UnitExperts]:
+def _unit(shard: Shard, held: Sequence[int]) -> list[UnitExperts]:
     """The experts in a shard; nothing where it has none."""
-    stacked, held = shard.stacked, manifest.held(shard)
+    stacked = shard.stacked
     if not held:
         return []
     local = len(held)

@@ -117,12 +117,13 @@ def _differs(a: object, b: object) -> str | None:
 
 def _shards(manifests: tuple[Manifest, Manifest], blobs: tuple[bytes, bytes]) -> Iterator[DifferingPart]:
     named = [{shard.path: shard for shard in manifest.shards} for manifest in manifests]
+    held = manifests[0].held()
     same_source = manifests[0].source.id == manifests[1].source.id
     for path, a, b in _pairs(*named):
         if a is None or b is None:
             yield DifferingPart(path, OTHER if a is None else ONE)
         elif _content(a, same_source) != _content(b, same_source):
-            yield from list(_tensors(a, b, blobs, manifests[0].held(a))) or [DifferingPart(path, DIFFERS)]
+            yield from list(_tensors(a, b, blobs, held(a))) or [DifferingPart(path, DIFFERS)]
 
 
 def _content(shard: Shard, same_source: bool) -> Shard:

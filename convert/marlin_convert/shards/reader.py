@@ -108,7 +108,7 @@ class Shards:
         """One routed expert of a stacked tensor, by its number in the model; of several copies the first.
         Raises UsageError for one that this rank does not own.
         """
-        stacked, held = self[name], self.manifest.held(self._where[name][0])
+        stacked, held = self[name], self.manifest.held()(self._where[name][0])
         if expert not in held:
             raise UsageError(f"rank {self.rank} owns the experts {ranges(sorted(held))}, not {expert}")
         one: Array = stacked[held.index(expert)]
@@ -200,7 +200,7 @@ class Shards:
         layer = unit.name if unit.layer is None else str(unit.layer)
         place = Place(shard.rank, layer, parallel.stage_of(unit) or 0)
         for key, expected in metadata_of(
-            manifest.source_id, manifest.layout_id, manifest.topology, place, manifest.held(shard)
+            manifest.source_id, manifest.layout_id, manifest.topology, place, manifest.held()(shard)
         ).items():
             if (found := header.metadata.get(key)) != expected:
                 raise OutputError(
