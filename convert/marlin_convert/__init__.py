@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from marlin_convert.errors import ConvertError, MachineError, OutputError, SourceError, UsageError
     from marlin_convert.pipeline.preview import plan
     from marlin_convert.pipeline.reshard import reshard
-    from marlin_convert.pipeline.restore import Restored, restore
+    from marlin_convert.pipeline.restore import restore
+    from marlin_convert.pipeline.restored import Restored
     from marlin_convert.pipeline.run import Converted, convert
     from marlin_convert.planning.plan_report import PlanReport
     from marlin_convert.progress import Point
@@ -69,7 +70,7 @@ __all__ = [
 _HOMES = {
     "Verification": "marlin_convert.checks.findings",
     "Shards": "marlin_convert.shards.reader",
-    "Restored": "marlin_convert.pipeline.restore",
+    "Restored": "marlin_convert.pipeline.restored",
     "Point": "marlin_convert.progress",
     "PlanReport": "marlin_convert.planning.plan_report",
     "LoadedRank": "marlin_convert.engines.torch_loader",

@@ -23,12 +23,14 @@ import trees
 from checkpoints import make_small
 from marlin_convert import Point, convert, restore
 from marlin_convert.checkpoint.index import INDEX_NAME
+from marlin_convert.checkpoint.source import open_source
 from marlin_convert.checkpoint.store import RECORD
 from marlin_convert.documents.codec import write
 from marlin_convert.documents.records import DownloadRecord
 from marlin_convert.errors import MachineError, OutputError, UsageError
 from marlin_convert.pipeline import restore_job
 from marlin_convert.pipeline.restore_folder import RestoreFolder
+from marlin_convert.storage.reads import OpenFile
 
 SCHEMAS = Path(__file__).parents[2] / "schemas"
 Command = Callable[..., tuple[int, str, str]]
@@ -87,6 +89,13 @@ def bare(folder: Path) -> None:
             path.unlink()
 
 
+def empty_file(folder: Path) -> None:
+    """A weight file without a tensor, which no index names."""
+    no_index(folder)
+    header = b'{"__metadata__":{"format":"pt"}} '
+    (folder / "none.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+
+
 def with_others(folder: Path) -> None:
     """What no conversion keeps, and small files of odd content."""
     (folder / "figures").mkdir()
@@ -109,6 +118,7 @@ FORMS: dict[str, tuple[dict[str, Any], Spoil | None]] = {
     "odd padding": ({"order": "interleaved"}, odd_padding),
     "metadata": ({}, metadata),
     "others": ({}, with_others),
+    "empty file": ({}, empty_file),
     "shuffled": ({"order": "shuffled", "shape_dtype": "I64"}, odd_padding),
     "interleaved": ({"order": "interleaved", "split_layer": True}, None),
 }
@@ -255,7 +265,8 @@ def test_progress(converted: Path, tmp_path: Path) -> None:
     assert stages == ["restoring", "writing small files"]
     data = sum(point.total for point in points[:1])
     assert points[0].done == 0
-    assert data == points[-1].total == found.made_bytes
+    headers = sum(8 + len(header.raw) for header in open_source(tmp_path / "back").headers)
+    assert data == points[-1].done == found.made_bytes - headers
     assert [point.done for point in points] == sorted(point.done for point in points)
     assert {point.unit for point in points[:-1]} == set(weights(tmp_path / "back"))
 
@@ -493,6 +504,26 @@ def test_padding_that_is_not_zero(source: Path, tmp_path: Path) -> None:
         OutputError, match=r"rank-05-of-08/layer-001\.safetensors: expert 0, rank 5: the padding"
     ):
         restore(tmp_path / "out", tmp_path / "back", threads=1)
+
+
+def test_a_shard_that_cannot_be_read(
+    source: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What needs it is left, all else is restored; the error is the machine's."""
+    fill = OpenFile.fill
+
+    def broken(file: OpenFile, target: memoryview, offset: int, needed: int, name: object = None) -> None:
+        if "top" in str(file.path):
+            raise MachineError(f"reading {file.path}: Input/output error; check the disk")
+        fill(file, target, offset, needed, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OpenFile, "fill", broken)
+        with pytest.raises(MachineError, match=r"^1 file could .*model-00003.*Input/output error; check the"):
+            restore(out, tmp_path / "back")
+    assert len(weights(tmp_path / "back")) == 4
+    assert restore(out, tmp_path / "back").made == 1
+    assert everything(tmp_path / "back") == published(source)
 
 
 def test_mended_it_goes_on(source: Path, out: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from marlin_convert.cli.options import json_option, log_option, machine_options
 from marlin_convert.words import count, gigabytes, printable
 
 if TYPE_CHECKING:
-    from marlin_convert.pipeline.restore import Restored
+    from marlin_convert.pipeline.restored import Restored
 
 #: files that are named which could not be restored
 LISTED = 10

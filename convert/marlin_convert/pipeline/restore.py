@@ -10,14 +10,14 @@ from pathlib import Path
 from marlin_convert.arguments import refuse_odd
 from marlin_convert.checkpoint.fetcher import LocalFiles
 from marlin_convert.checkpoint.header import Header
-from marlin_convert.documents.restore import MissingFile, RestoreResult
-from marlin_convert.errors import OutputError, UsageError
+from marlin_convert.errors import ConvertError, MachineError, OutputError, UsageError
 from marlin_convert.pipeline.budget import Budget, Wish, settle
 from marlin_convert.pipeline.executor import Executor, Job
 from marlin_convert.pipeline.places import refuse_nested
 from marlin_convert.pipeline.restore_folder import RestoreFolder
 from marlin_convert.pipeline.restore_job import STEP, STEPS, FileWork, file_jobs, largest_need
 from marlin_convert.pipeline.restore_plan import RestorePlan, plan_restore
+from marlin_convert.pipeline.restored import Restored
 from marlin_convert.pipeline.restored_file import has_head, is_published, restored
 from marlin_convert.pipeline.resume import Action
 from marlin_convert.pipeline.space import refuse_short
@@ -32,42 +32,6 @@ from marlin_convert.words import count
 TOGETHER = 2
 #: files that are named which could not be restored
 LISTED = 3
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What a run did: how it went on in `folder` (`new`, `continue`, or `done` where nothing was to do);
-    weight files made now, their bytes, and those found; how many of these were compared with the sha256 that
-    is published, too; weight files that are not wholly in OUT, and what no conversion keeps; seconds and
-    bytes per stage, summed over threads.
-    """
-
-    folder: Path
-    action: str
-    made: int
-    made_bytes: int
-    found: int
-    by_sha256: int
-    missing: tuple[MissingFile, ...]
-    not_kept: tuple[str, ...]
-    stages: Stages
-
-    def document(self, seconds: float) -> RestoreResult:
-        """As --json prints it."""
-        times = {stage: time for stage, time in self.stages.times().items() if time.bytes}
-        return RestoreResult(
-            folder=str(self.folder),
-            action=self.action,
-            complete=not self.missing,
-            files_made=self.made,
-            made_bytes=self.made_bytes,
-            files_found=self.found,
-            by_sha256=self.by_sha256,
-            missing=self.missing,
-            not_kept=self.not_kept,
-            seconds=seconds,
-            stages=times,
-        )
 
 
 def restore(
@@ -113,7 +77,7 @@ class Restoration:
         self.stages = Stages()
         self.source = self.plan.manifest.source_id
         self.names = [file.name for file in self.plan.manifest.source.files]
-        self.damaged = list(self.plan.damaged)
+        self.damaged: dict[str, ConvertError] = dict(self.plan.damaged)
 
     def run(self) -> Restored:
         """Do what is left to do. Raises what `restore` raises."""
@@ -141,15 +105,19 @@ class Restoration:
         )
 
     def _refuse_damage(self) -> None:
-        """Raise OutputError where OUT is not what it was: all else is restored by then."""
-        if self.damaged:
-            shown = "; ".join(self.damaged[:LISTED])
-            more = f"; and {count(len(self.damaged) - LISTED, 'file')} more" if self.damaged[LISTED:] else ""
-            raise OutputError(
-                f"{count(len(self.damaged), 'file')} could not be restored: {shown}{more}. All else is in"
-                f" {self.place.folder}; once {self.plan.out} is mended the same command goes on, and what is"
-                f" wrong there says marlin-convert verify {self.plan.out}"
-            )
+        """Where OUT is not what it was, or cannot be read, all else is restored by then. Raises OutputError;
+        MachineError where any of it could not be read.
+        """
+        if not self.damaged:
+            return
+        unread = any(isinstance(error, MachineError) for error in self.damaged.values())
+        said = [f"{name}: {error}" for name, error in self.damaged.items()]
+        more = f"; and {count(len(said) - LISTED, 'file')} more" if said[LISTED:] else ""
+        raise (MachineError if unread else OutputError)(
+            f"{count(len(said), 'file')} could not be restored: {'; '.join(said[:LISTED])}{more}. All else is"
+            f" in {self.place.folder}; once {self.plan.out} is mended the same command goes on, and what is"
+            f" wrong there says marlin-convert verify {self.plan.out}"
+        )
 
     def _decide(self) -> Action:
         """What may be done with the folder. Raises UsageError for one that holds something else, or that lies
@@ -224,7 +192,8 @@ class Restoration:
     def _make(self, left: Sequence[Header]) -> None:
         """Make the files that are left."""
         names = [header.file for header in self.plan.files]
-        tally = Tally("restoring", sum(header.size for header in left), names, self.progress)
+        total = sum(header.size - header.data_start for header in left)
+        tally = Tally("restoring", total, names, self.progress)
         tally.count(left[0].file if left else "")
         pool = BufferPool(self.budget.memory)
         tools = Tools(LocalFiles(), self.plan.reader, pool, self.stages, False, tally.count)
@@ -232,7 +201,7 @@ class Restoration:
         def finish(work: FileWork) -> None:
             work.finish(tools)
             if work.damage is not None:
-                self.damaged.append(f"{work.header.file}: {work.damage}")
+                self.damaged[work.header.file] = work.damage
 
         Executor(tools, self.budget.threads, finish, "restoring").run(self._jobs(left))
         tally.then("writing small files")
@@ -244,7 +213,7 @@ class Restoration:
             jobs = file_jobs(work, self.budget.batch * STEP)
             work.jobs_left = len(jobs)
             if lost := self._lost(jobs):
-                self.damaged.append(f"{header.file}: {lost[0]} is gone or of another size")
+                self.damaged[header.file] = OutputError(f"{lost[0]} is gone or of another size")
             else:
                 yield from jobs
 

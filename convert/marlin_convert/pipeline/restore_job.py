@@ -15,12 +15,13 @@ from typing import NamedTuple
 import xxhash
 
 from marlin_convert.checkpoint.header import Header, TensorEntry
-from marlin_convert.errors import OutputError
+from marlin_convert.errors import ConvertError, MachineError, OutputError
 from marlin_convert.pipeline.restore_folder import RestoreFolder
 from marlin_convert.pipeline.restore_plan import RestorePlan
 from marlin_convert.pipeline.restored_file import file_head, restored, sha256_of
 from marlin_convert.pipeline.stages import Tools
 from marlin_convert.pipeline.work import Work
+from marlin_convert.storage.buffers import Bytes
 from marlin_convert.storage.files import PAGE, machine_errors
 from marlin_convert.storage.source_reader import Part, Reads
 from marlin_convert.storage.writer import ShardFile
@@ -39,7 +40,7 @@ class FileWork(Work):
     folder: RestoreFolder
     header: Header
     direct_io: bool
-    damage: str | None = None
+    damage: ConvertError | None = None
 
     def __post_init__(self) -> None:
         self.sha256 = self.plan.sha256(self.header.file)
@@ -63,13 +64,15 @@ class FileWork(Work):
         self.file.finish()
         self.folder.publish(restored(self.plan, self.header))
 
-    def _difference(self, published: str) -> str | None:
+    def _difference(self, published: str) -> OutputError | None:
         """How the whole, read back, differs from the published file."""
         with machine_errors(f"reading {self.file.partial}"):
             found = sha256_of(self.file.partial)
         if found == published:
             return None
-        return f"its tensors have their digests, but its sha256 is {found}, and {published} was published"
+        return OutputError(
+            f"its tensors have their digests, but its sha256 is {found}, and {published} was published"
+        )
 
     def discard(self) -> None:
         """See `Work`."""
@@ -88,8 +91,8 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class RestoreJob:
-    """Some tensors that follow one another in a file. Its steps go in order, so that whole-tensor digests are
-    made in the same pass.
+    """Some tensors that follow one another in a file, none where it has none. Its steps go in order, so that
+    whole-tensor digests are made in the same pass.
     """
 
     work: FileWork
@@ -99,7 +102,7 @@ class RestoreJob:
     @property
     def need(self) -> int:
         """Bytes of memory."""
-        return max(step.reads.size for step in self._steps)
+        return max((step.reads.size for step in self._steps), default=0)
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -117,20 +120,13 @@ class RestoreJob:
 
     def run(self, tools: Tools) -> None:
         """Make them, unless the file cannot be made; where these cannot, the others need not be. Raises
-        MachineError.
+        MachineError where they cannot be written.
         """
-        if self.work.damage is None:
-            try:
-                self._make(tools)
-            except OutputError as error:
-                self.work.damage = str(error)
-
-    def _make(self, tools: Tools) -> None:
         hashers = {entry.name: xxhash.xxh3_128() for entry in self.entries}
         with tools.pool.take(self.need) as buffer:
             for step in self._steps:
-                with tools.stages.time("read", step.reads.read_bytes):
-                    tools.reader.read(step.reads, buffer)
+                if not self._read(tools, step, buffer):
+                    return
                 made = [buffer[at : at + p.size] for p, at in zip(step.parts, step.reads.places, strict=True)]
                 size = sum(part.size for part in step.parts)
                 with tools.stages.time("hash", size):
@@ -143,13 +139,25 @@ class RestoreJob:
         for entry in self.entries:
             self._compare(entry, hashers[entry.name].digest())
 
+    def _read(self, tools: Tools, step: Step, buffer: Bytes) -> bool:
+        """Whether the file can still be made, and this is there now. Shards that cannot be read are no reason
+        not to make the files that need none of them.
+        """
+        if self.work.damage is None:
+            try:
+                with tools.stages.time("read", step.reads.read_bytes):
+                    tools.reader.read(step.reads, buffer)
+            except (OutputError, MachineError) as error:
+                self.work.damage = error
+        return self.work.damage is None
+
     def _compare(self, entry: TensorEntry, found: bytes) -> None:
         plan, kept = self.work.plan, self.work.plan.kept.digests[entry.name]
-        if found == kept:
+        if found == kept or self.work.damage is not None:
             return
         holders = [name for name in plan.kept.holders(found) if name != entry.name]
         hint = f" (what was read is {holders[0]})" if holders else ""
-        raise OutputError(
+        self.work.damage = OutputError(
             f"{entry.name}, put together from the shards, is not what it was: its xxh3-128 is {found.hex()},"
             f" source/digests.bin has {kept.hex()}{hint}"
         )
@@ -157,6 +165,8 @@ class RestoreJob:
 
 def _parts(entries: tuple[TensorEntry, ...], limit: int) -> Iterator[tuple[int, tuple[Part, ...]]]:
     """Tensors at once, a single one that is over the limit by its rows; with where they begin in the file."""
+    if not entries:
+        return
     entry = entries[0]
     rows = entry.shape[0] if entry.shape else 1
     if entries[1:] or entry.size <= limit or rows == 1:
@@ -186,7 +196,8 @@ def file_jobs(work: FileWork, limit: int) -> list[RestoreJob]:
                 long.append(RestoreJob(work, tuple(block), limit))
             else:
                 run += block
-    return long + jobs + ([RestoreJob(work, tuple(run), limit)] if run else [])
+    jobs = long + jobs
+    return jobs if jobs and not run else [*jobs, RestoreJob(work, tuple(run), limit)]
 
 
 def largest_need(plan: RestorePlan, limit: int) -> int:

@@ -39,7 +39,7 @@ class RestorePlan:
     files: tuple[Header, ...]
     small: dict[str, bytes]
     missing: tuple[MissingFile, ...]
-    damaged: tuple[str, ...]
+    damaged: dict[str, OutputError]
     lost: frozenset[str]
 
     def sha256(self, name: str) -> str | None:
@@ -61,11 +61,14 @@ def plan_restore(out: Path, direct_io: bool) -> RestorePlan:
     index = StoredIndex.of(manifest, kept)
     found = {name: sound_bytes(out, manifest, path) for name, path in _small_files(out, manifest)}
     small = {name: data for name, data in found.items() if data is not None}
-    damaged = tuple(f"{name}: what {out} keeps of it is damaged or missing" for name in found.keys() - small)
+    damaged = {
+        name: OutputError(f"what {out} keeps of it is damaged or missing") for name in found.keys() - small
+    }
+    names = [header.file for header in kept.headers]
     files, missing = [], []
     for header in kept.headers:
-        if not WEIGHTS.fullmatch(header.file) or header.file in found:
-            raise OutputError(f"{out}/manifest.json: {header.file!r} is no name of a weight file")
+        if not WEIGHTS.fullmatch(header.file) or header.file in found or names.count(header.file) != 1:
+            raise OutputError(f"{out}/manifest.json: {header.file!r} is no name of one weight file")
         if absent := index.missing(entry.name for entry in header.tensors):
             missing.append(MissingFile(header.file, str(absent)))
         else:
@@ -77,9 +80,7 @@ def plan_restore(out: Path, direct_io: bool) -> RestorePlan:
         )
     reader = AssembledReader(out, index, direct_io)
     lost = lost_shards(out, manifest)
-    return RestorePlan(
-        out, manifest, kept, reader, index, tuple(files), small, tuple(missing), tuple(sorted(damaged)), lost
-    )
+    return RestorePlan(out, manifest, kept, reader, index, tuple(files), small, tuple(missing), damaged, lost)
 
 
 def _small_files(out: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
