@@ -453,6 +453,22 @@ def name_that_leads_away(out: Path) -> str:
     return r"'\.hidden' is no name of a file that is copied"
 
 
+def weights_that_lead_away(out: Path) -> str:
+    """A weight file of a name below the folder."""
+    name, other = "model-00001-of-000005.safetensors", "figures/x.safetensors"
+    headers = out / "source" / "headers"
+    (headers / "figures").mkdir()
+    (headers / f"{name}.gz").rename(headers / f"{other}.gz")
+
+    def renamed(manifest: dict[str, Any]) -> None:
+        manifest["source"]["files"][0]["name"] = other
+        for file in manifest["files"]:
+            file["path"] = file["path"].replace(name, other)
+
+    trees.reseal(out, renamed)
+    return r"'figures/x\.safetensors' is no name of one weight file"
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -472,6 +488,7 @@ def name_that_leads_away(out: Path) -> str:
         edited_config_resealed,
         no_manifest,
         name_that_leads_away,
+        weights_that_lead_away,
     ],
 )
 def test_what_is_wrong_is_named(
