@@ -114,7 +114,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_job(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    order = ["doctor", "plan", "convert", "verify", "verify", "inspect", "restore"]
+    order = ["doctor", "plan", "convert", "verify", "verify", "inspect", "reshard", "restore"]
     assert [line[0] for line in commands()] == order
     assert (job / "k26-tp8" / "rank-07-of-08" / "top.safetensors").exists()
     assert trees.tree(job / "Kimi-K2.6-again") == trees.tree(job / "Kimi-K2.6")
@@ -332,6 +332,9 @@ def test_what_the_readme_says_was_measured() -> None:
     ]
     ratios = [re.findall(r"\d\.\d\d", row[5])[-1] for row in measured]
     assert f"{min(ratios)} to {max(ratios)} of the time of `cp`" in text
+    for verb, title in (("reshard", "Resharding"), ("restore", "Restoring")):
+        (ratio,) = (row[2].strip("*") for row in rows(section(page, title)) if row[0] == f"`{verb}`")
+        assert f"`{verb}` {ratio}" in text
     peaks = [float(row[6].removesuffix(" GiB")) for row in measured]
     assert f"{max(peaks[:3]):.1f} GiB at its peak on 2 cores, {max(peaks[3:]):.1f} GiB on 16" in text
 
