@@ -639,6 +639,7 @@ def test_from_another_conversion_of_the_same_source(
     convert(source, tmp_path / "other", tp=2, threads=2)
     begun(converted, tmp_path / "back", monkeypatch)
     (tmp_path / "back" / weights(source)[1]).unlink()
+    (tmp_path / "back" / ".work" / "documents" / "27").write_text("of a run that had more small files")
     found = restore(tmp_path / "other", tmp_path / "back")
     assert (found.action, found.made, found.found) == ("continue", 1, 4)
     assert everything(tmp_path / "back") == published(source)

@@ -95,7 +95,7 @@ class Restoration:
                 self._refuse_damage()
             records = [self.place.record(header.file) for header in plan.files]
             with machine_errors(f"ending in {folder}"):
-                self.place.end(self.names, len(plan.small))
+                self.place.end(self.names)
         made = sum(header.size for header in left)
         by_sha256 = sum(record is not None and record.proof == "sha256" for record in records)
         not_kept = plan.manifest.source.not_copied

@@ -140,9 +140,9 @@ class RestoreFolder:
     def _made(self, names: Collection[str]) -> list[Path]:
         return [path for name in names for path in _and_partial(self.made(name))]
 
-    def end(self, names: Collection[str], small: int) -> None:
-        """All is there, `names` and so many small files: what is ours is removed, the mark last. What cannot
-        be removed stays, and the mark with it, so that the next run tries again.
+    def end(self, names: Collection[str]) -> None:
+        """All is there: what is ours is removed, that of the weight files `names`, too, and the mark last.
+        What cannot be removed stays, and the mark with it, so that the next run tries again.
         """
         try:
             self.refuse_links()
@@ -151,14 +151,14 @@ class RestoreFolder:
         if self.is_begun:
             if not (job := self.job()).finished:
                 self._write_job(replace(job, finished=True))
-            self._remove_files(names, small)
+            self._remove_files(names)
         for name in (*self._folders, WORK):
             with suppress(OSError):
                 (self.folder / name).rmdir()
 
-    def _remove_files(self, names: Collection[str], small: int) -> None:
+    def _remove_files(self, names: Collection[str]) -> None:
         records = [path for name in names for path in _and_partial(self._record(name))]
-        documents = [self.work / DOCUMENTS / str(number) for number in range(small)]
+        documents = [path for path in (self.work / DOCUMENTS).glob("*") if path.name.isdecimal()]
         with suppress(OSError):
             for path in (*self._made(names), *records, *documents, *_and_partial(self.work / RESTORE)[::-1]):
                 path.unlink(missing_ok=True)
