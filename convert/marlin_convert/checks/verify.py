@@ -34,7 +34,7 @@ from marlin_convert.checks.tasks import Task, run_tasks
 from marlin_convert.checks.units import UnitVerification
 from marlin_convert.documents.manifest import Unit, read_manifest
 from marlin_convert.errors import OutputError, UsageError
-from marlin_convert.layout import get_layout, known_layouts, load_compiled
+from marlin_convert.layout import get_layout, known_layouts, load_inverse
 from marlin_convert.progress import Progress
 from marlin_convert.shards.kept_source import DIGESTS, KeptSource, read_kept_source, sound_bytes
 from marlin_convert.storage.buffers import BufferPool
@@ -78,7 +78,7 @@ def verify(
     part = Part.of(manifest, layers, ranks, stages)
     report = Verification(with_source=source is not None, of_all=part.whole)
     begin = time.perf_counter()
-    start(load_compiled, "load")
+    start(load_inverse, "load")
     with machine_errors(f"checking {out}"):
         kept = read_kept_source(folder, manifest)
         split = Split.of(manifest.parallel, kept.model)

@@ -31,14 +31,22 @@ def get_layout(layout_id: str) -> Layout:
     return _LAYOUTS[layout_id]
 
 
-def load_compiled() -> None:
-    """Load numba and what it compiled, half a second, beside what waits for the disk; whoever needs it meets
-    the errors.
+def load_code() -> None:
+    """Import numba and the compiled layouts, half a second, beside what waits for the disk; whoever needs them
+    meets the errors.
     """
+    with suppress(Exception):
+        import_module("marlin_convert.layout.batch")
+
+
+def load_inverse() -> None:
+    """The same, and the machine code of the way back, a quarter of a second more. For who is sure to need it:
+    where none is kept, it is compiled.
+    """
+    load_code()
     with suppress(Exception):
         import numpy as np
 
-        import_module("marlin_convert.layout.batch")
         from marlin_convert.layout import marlin
         from marlin_convert.layout.rows import RowView
 

@@ -14,7 +14,7 @@ from marlin_convert.checkpoint.identify import identify, stamps
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.documents.records import FinishedUnit
 from marlin_convert.errors import SourceError, UsageError
-from marlin_convert.layout import load_compiled
+from marlin_convert.layout import load_code
 from marlin_convert.pipeline.budget import Budget, choose_budget
 from marlin_convert.pipeline.clear import (
     clear_output,
@@ -206,7 +206,7 @@ class Conversion:
     def _prepare(self, decision: Decision) -> list[OutputUnit]:
         """Remove what is to be replaced, see what is made already; returns the units that are left."""
         target, out = self.target, self.target.out
-        start(load_compiled, "load")  # where that cannot be, it is loaded when it is needed
+        start(load_code, "load")  # where that cannot be, it is loaded when it is needed
         if decision.action is Action.REPLACE:
             with machine_errors(f"clearing {out}"):
                 clear_output(out, target.source.auxiliary)
