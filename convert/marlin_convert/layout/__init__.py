@@ -32,7 +32,7 @@ def get_layout(layout_id: str) -> Layout:
 
 
 def load_code() -> None:
-    """Import numba and the compiled layouts, half a second, beside what waits for the disk; whoever needs them
+    """Import numba and the compiled layouts, half a second, beside what waits for the disk; who needs them
     meets the errors.
     """
     with suppress(Exception):
