@@ -1,6 +1,6 @@
 # make demo        the whole job on a small checkpoint, in a fresh venv, without torch
 # make lint        style, format, types
-# make test-fast   the tests that take less than two minutes together
+# make test-fast   the quick tests, about two minutes
 # make test        all that need no GPU
 # make engines     fetches the wheels of the engines that tests compare with: 45 MB
 # make campaign    breaks a run at every single call; half an hour
