@@ -21,8 +21,9 @@ from marlin_convert.threads import Workers
 
 
 def convert_without(forks: Forks, source: Path, out: Path, call: str, error: str) -> Done:
-    """Convert where each call of a name fails."""
+    """Convert where the first two calls of a name fail."""
     fault = {"call": call, "number": EVERY, "action": error}
+    fault["then"] = dict(fault)
     return forks.run("convert", source, out, "--tp", 2, "--threads", 2, fault=fault)
 
 
@@ -36,6 +37,17 @@ def test_without_locks_it_is_said_once_and_converted(
     assert done.stderr.startswith(f"note: {out} cannot be locked on this file system (")
     assert done.stderr.endswith("): see to it yourself that only one process converts there\n")
     assert len(done.stderr.splitlines()) == 1
+    assert trees.tree(out) == trees.tree(tiny_tp2)
+
+
+@pytest.mark.parametrize("error", ["ENOSYS", "EBADF"])
+def test_where_no_folder_can_be_locked_a_file_can(
+    forks: Forks, tiny: Checkpoint, tiny_tp2: Path, tmp_path: Path, error: str
+) -> None:
+    out = tmp_path / "out"
+    fault = {"call": "flock", "number": 0, "action": error}
+    done = forks.run("convert", tiny.folder, out, "--tp", 2, fault=fault)
+    assert (done.code, done.stderr) == (0, "")
     assert trees.tree(out) == trees.tree(tiny_tp2)
 
 

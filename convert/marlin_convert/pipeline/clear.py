@@ -7,6 +7,7 @@ and never through a link. Anything else in the folder means that nothing is remo
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -15,13 +16,17 @@ from pathlib import Path, PurePath
 
 from marlin_convert.documents.manifest import Manifest, read_manifest
 from marlin_convert.errors import ConvertError, OutputError, UsageError
-from marlin_convert.pipeline.ours import FOLDERS, IN_WORK, OWN, is_own, refuse_no_shard
-from marlin_convert.pipeline.work_folder import REMOVING, WORK, WorkFolder
+from marlin_convert.pipeline.ours import FOLDERS, IN_WORK, OWN, UNTIL_WHOLE, is_own, refuse_no_shard
+from marlin_convert.pipeline.work_folder import LOCK, REMOVING, TURN, WORK, WorkFolder
 from marlin_convert.planning.output_plan import OutputPlan, OutputUnit
 from marlin_convert.shards.kept_source import DIGESTS
 from marlin_convert.storage.files import on_its_own, sync_folder
 from marlin_convert.storage.writer import PARTIAL
 from marlin_convert.words import count
+
+_HALF = re.compile(f"(?x) {UNTIL_WHOLE}")
+#: removed by who holds them
+HELD = (Path(WORK) / LOCK, Path(WORK) / TURN)
 
 
 def removable(out: Path, copied: Iterable[str]) -> list[Path]:
@@ -37,7 +42,8 @@ def removable(out: Path, copied: Iterable[str]) -> list[Path]:
         below = stat.S_ISDIR(kind) or len(path.parts) > 1
         formed = not (below and str(path).startswith(not_ours))
         if formed and stat.S_ISREG(kind) and is_own(out, path, listed, named):
-            files.append(path)
+            if path not in HELD:
+                files.append(path)
         elif not (
             formed and stat.S_ISDIR(kind) and FOLDERS.fullmatch(str(path)) and not on_its_own(out / path)
         ):
@@ -69,7 +75,8 @@ def clear_output(out: Path, copied: Iterable[str]) -> None:
         if folder != PurePath(WORK):
             (out / folder).rmdir()
     (out / WORK / REMOVING).unlink()
-    (out / WORK).rmdir()
+    with suppress(OSError):  # unless what is locked is still in it
+        (out / WORK).rmdir()
 
 
 def leftovers(out: Path, plan: OutputPlan, units: Iterable[OutputUnit]) -> list[Path]:
@@ -82,9 +89,11 @@ def leftovers(out: Path, plan: OutputPlan, units: Iterable[OutputUnit]) -> list[
         refuse_no_shard(path)
         if not finished_once and path.exists():
             found.append(path)
-        half = path.with_name(path.name + PARTIAL)
-        if half.is_file() and not half.is_symlink():
-            found.append(half)
+        found += (
+            half
+            for half in path.parent.glob(f"{path.name}*{PARTIAL}")
+            if _HALF.fullmatch(half.name.removeprefix(path.name)) and half.is_file() and not half.is_symlink()
+        )
     return found
 
 

@@ -13,7 +13,7 @@ from marlin_convert.documents.bounds import LISTED
 from marlin_convert.documents.provenance import NAME as PROVENANCE
 from marlin_convert.documents.provenance import is_as_written
 from marlin_convert.errors import UsageError
-from marlin_convert.pipeline.work_folder import BEFORE, REMOVING, WORK
+from marlin_convert.pipeline.work_folder import BEFORE, LOCK, REMOVING, TURN, WORK
 from marlin_convert.storage.files import PAGE, open_regular, read_small
 from marlin_convert.storage.shard_file import is_marked_shard
 from marlin_convert.storage.writer import PARTIAL
@@ -21,8 +21,11 @@ from marlin_convert.storage.writer import PARTIAL
 #: what every conversion writes at the top, beside the small files it copies
 OWN = frozenset({"manifest.json", PROVENANCE, "digests.bin", "config.json", "README.md"})
 _INDEX, _WORK, _REMOVING = map(re.escape, (INDEX_NAME, WORK, REMOVING))
-_PARTIAL = f"(?: {re.escape(PARTIAL)} )?"
+#: the end of a name until the file is whole, with or without that of an attempt
+UNTIL_WHOLE = rf"(?: \. [0-9a-f]{{8}} )? {re.escape(PARTIAL)}"
+_PARTIAL = f"(?: {UNTIL_WHOLE} )?"
 _CACHE = r"(?: /\.cache (?: /huggingface (?: /.+ )? )? )?"
+_PART = r"(?: share-\d+-of-\d+ | layer-\d+ | top | embed | head | common )"
 _UNIT = r"(?: layer-\d+ | top | embed | head | common )"
 _STAGE = r"(?: stage-\d+-of-\d+ / )?"
 #: below the top, as patterns of whole paths
@@ -37,19 +40,21 @@ FORMS = re.compile(
 IN_WORK = re.compile(
     rf"""(?x)
     {_WORK} / (?:
-        (?: job\.json | {_REMOVING} | manifest\.json | units / {_UNIT} \.json ) {_PARTIAL}
+        {LOCK} | {TURN}
+        | (?: job\.json | {_REMOVING} | manifest\.json | units / {_UNIT} \.json ) {_PARTIAL}
         | {BEFORE} / manifest\.json
         | documents / \d+
-        | staging / (?: [^/]+ \.safetensors | \.cache/huggingface/.+ )
+        | staging / (?: {_PART} / )? (?: [^/]+ \.safetensors | \.cache/huggingface/.+ )
     )
     """
 )
 FOLDERS = re.compile(
     rf"""(?x)
     {_STAGE} (?: rank-\d+-of-\d+ | common ) | stage-\d+-of-\d+ | source | source/headers
-    | {_WORK} (?: / (?: units | documents | {BEFORE} | staging {_CACHE} ) )?
+    | {_WORK} (?: / (?: units | documents | {BEFORE} | staging (?: /{_PART} )? {_CACHE} ) )?
     """
 )
+_WHOLE = re.compile(f"(?x) {UNTIL_WHOLE} $")
 #: what is in such a file of ours
 SIGNS = {"README.md": b"Made by marlin-convert from ", "config.json": b'"quant_method": "marlin-convert"'}
 
@@ -66,7 +71,7 @@ def is_own(out: Path, path: Path, listed: Set[str] | None, named: Set[str]) -> b
             return is_as_written(out)
         return False
     if listed is not None:
-        return name in listed or (FORMS.fullmatch(name) is not None and name.removesuffix(PARTIAL) in listed)
+        return name in listed or (FORMS.fullmatch(name) is not None and _WHOLE.sub("", name) in listed)
     if name in SIGNS:
         with suppress(OSError):
             return SIGNS[name] in read_small(out / path, LISTED)

@@ -13,7 +13,7 @@ from marlin_convert.documents.provenance import NAME as PROVENANCE
 from marlin_convert.documents.provenance import is_as_written
 from marlin_convert.documents.records import JobRecord
 from marlin_convert.errors import ConvertError, UsageError
-from marlin_convert.pipeline.work_folder import REMOVING, WORK, WorkFolder, is_marked
+from marlin_convert.pipeline.work_folder import LOCK, REMOVING, TURN, WORK, WorkFolder, is_marked
 from marlin_convert.shards.inspect import lost_shards
 from marlin_convert.shards.kept_source import may_be_edited, recorded_digests, sound_bytes
 from marlin_convert.storage.files import machine_errors
@@ -90,7 +90,8 @@ def _is_empty(out: Path) -> bool:
     they break off: a work folder with no whole file in it.
     """
     inside = {path.relative_to(out).as_posix() for path in out.rglob("*")}
-    return inside <= {WORK, f"{WORK}/units", f"{WORK}/job.json.partial", f"{WORK}/{REMOVING}.partial"}
+    beginning = ("units", LOCK, TURN, "job.json.partial", f"{REMOVING}.partial")
+    return inside <= {WORK, *(f"{WORK}/{name}" for name in beginning)}
 
 
 def _documents(out: Path, manifest: Manifest) -> tuple[list[str], list[str]]:

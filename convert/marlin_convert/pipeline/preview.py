@@ -18,13 +18,14 @@ from marlin_convert.limits import allow, read_limits
 from marlin_convert.pipeline.budget import choose_budget
 from marlin_convert.pipeline.clear import leftovers, removable
 from marlin_convert.pipeline.kernel_check import kernel_check
+from marlin_convert.pipeline.locks import locked
 from marlin_convert.pipeline.opening import open_and_plan
 from marlin_convert.pipeline.out_state import OutState, observe
 from marlin_convert.pipeline.repair import lost_units, what_is_kept
 from marlin_convert.pipeline.resume import Action, decide, refuse_place
 from marlin_convert.pipeline.run import request_of
 from marlin_convert.pipeline.space import Need, refuse_full_disk
-from marlin_convert.pipeline.work_folder import WorkFolder, locked, staging_of
+from marlin_convert.pipeline.work_folder import WorkFolder, staging_of
 from marlin_convert.planning.needs import needs, source_tensors
 from marlin_convert.planning.output_plan import Options, OutputPlan, OutputUnit
 from marlin_convert.planning.plan_report import PlanReport, Prospect, notes_on

@@ -13,6 +13,7 @@ from marlin_convert.checkpoint.header import Header
 from marlin_convert.errors import ConvertError, MachineError, OutputError, UsageError
 from marlin_convert.pipeline.budget import Budget, Wish, settle
 from marlin_convert.pipeline.executor import Executor, Job
+from marlin_convert.pipeline.locks import locked
 from marlin_convert.pipeline.places import refuse_nested
 from marlin_convert.pipeline.restore_folder import RestoreFolder
 from marlin_convert.pipeline.restore_job import STEP, STEPS, FileWork, file_jobs, largest_need
@@ -22,7 +23,6 @@ from marlin_convert.pipeline.restored_file import has_head, is_published, restor
 from marlin_convert.pipeline.resume import Action
 from marlin_convert.pipeline.space import refuse_short
 from marlin_convert.pipeline.stages import Stages, Tools
-from marlin_convert.pipeline.work_folder import locked
 from marlin_convert.progress import Progress, Tally
 from marlin_convert.storage.buffers import BufferPool
 from marlin_convert.storage.files import machine_errors, make_path

@@ -15,7 +15,7 @@ from marlin_convert.documents.bounds import JOB
 from marlin_convert.documents.codec import read, write
 from marlin_convert.documents.restore import RestoredFile, RestoreJob
 from marlin_convert.errors import OutputError, UsageError
-from marlin_convert.pipeline.work_folder import RESTORE, WORK, is_marked
+from marlin_convert.pipeline.work_folder import LOCK, RESTORE, WORK, is_marked
 from marlin_convert.storage.files import (
     machine_errors,
     make_folder,
@@ -48,7 +48,7 @@ class RestoreFolder:
     def is_empty(self) -> bool:
         """Whether nothing is there, or nothing but what beginning and ending leave when they break off."""
         inside = {path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*")}
-        return inside <= {WORK, f"{WORK}/{RESTORE}{PARTIAL}", *self._folders}
+        return inside <= {WORK, f"{WORK}/{LOCK}", f"{WORK}/{RESTORE}{PARTIAL}", *self._folders}
 
     @property
     def _folders(self) -> tuple[str, ...]:

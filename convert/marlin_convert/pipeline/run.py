@@ -26,6 +26,7 @@ from marlin_convert.pipeline.executor import Executor, Job
 from marlin_convert.pipeline.expert_job import expert_jobs
 from marlin_convert.pipeline.finish import finish_output
 from marlin_convert.pipeline.kernel_check import Check, kernel_check
+from marlin_convert.pipeline.locks import locked
 from marlin_convert.pipeline.opening import open_and_plan
 from marlin_convert.pipeline.out_state import observe
 from marlin_convert.pipeline.recheck import compare_recorded
@@ -36,7 +37,7 @@ from marlin_convert.pipeline.stages import Stages, Tools
 from marlin_convert.pipeline.target import Target
 from marlin_convert.pipeline.tensor_job import tensor_jobs
 from marlin_convert.pipeline.unit_work import UnitWork
-from marlin_convert.pipeline.work_folder import WorkFolder, locked, staging_of
+from marlin_convert.pipeline.work_folder import WorkFolder, staging_of
 from marlin_convert.planning.needs import needs, source_tensors
 from marlin_convert.planning.output_plan import Options, OutputPlan, OutputUnit
 from marlin_convert.progress import Progress, Tally

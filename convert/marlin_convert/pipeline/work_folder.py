@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from marlin_convert.documents.bounds import JOB, MANIFEST, RECORD
 from marlin_convert.documents.codec import begins_ours, read, write
 from marlin_convert.documents.manifest import Manifest, read_manifest
 from marlin_convert.documents.records import FinishedUnit, JobRecord, Removal, read_record, write_record
-from marlin_convert.errors import MachineError, MachineWarning, OutputError
+from marlin_convert.errors import OutputError
 from marlin_convert.planning.output_plan import OutputPlan, OutputUnit
 from marlin_convert.storage.files import (
-    UNSUPPORTED,
     digest,
     machine_error,
     make_folder,
@@ -28,6 +24,7 @@ from marlin_convert.storage.files import (
     write_atomic,
 )
 from marlin_convert.storage.shard_file import FORMAT
+from marlin_convert.storage.writer import partial_of
 
 WORK = ".work"
 #: in it while a conversion is being removed: what is left still carries our mark
@@ -36,12 +33,12 @@ REMOVING = "removing.json"
 BEFORE = "before"
 #: in that of a folder that published files are being restored in
 RESTORE = "restore.json"
+#: files that are locked, never read: by who writes in OUT, and for a moment by one of several that do
+LOCK, TURN = "lock", "turn"
 #: by any of these a folder is known to be ours, made or begun
 MARKS = ("manifest.json", f"{WORK}/job.json", f"{WORK}/{RESTORE}")
 #: the folders in that of a conversion
 FOLDERS = ("units", "documents", BEFORE, "staging")
-#: how file systems say that they lock nothing, or no folders (NFS: EBADF)
-NO_LOCKS = UNSUPPORTED | {errno.ENOLCK, errno.EBADF, errno.EISDIR}
 #: what opening a file of ours says where there is none: nothing, a link, or something in its place or above
 #: it
 NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EINVAL)
@@ -66,45 +63,19 @@ def is_ours(folder: Path) -> bool:
     return any(is_marked(folder / mark) for mark in MARKS)
 
 
-@contextmanager
-def locked(out: Path) -> Iterator[None]:
-    """Hold OUT for this process. Raises MachineError where another one has it.
-
-    The lock is on the folder itself, so there is no lock file to go stale or to be removed under a waiter. On
-    a file system that has no locks it is done without, which is said.
+def staging_of(out: Path, part: str = "") -> Path:
+    """Where source files are kept that are to be freed, of a run or of a `part` of one; a link there is none
+    of ours.
     """
-    descriptor = os.open(out, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise MachineError(
-                f"{out} is being written by another process; wait for it, or stop it"
-            ) from None
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise machine_error(f"locking {out}", error) from error
-            warnings.warn(
-                f"{out} cannot be locked on this file system ({error.strerror}): see to it yourself that only"
-                " one process converts there",
-                MachineWarning,
-                stacklevel=2,
-            )
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def staging_of(out: Path) -> Path:
-    """Where source files are kept that are to be freed; a link there is none of ours."""
-    return out.resolve() / WORK / "staging"
+    return out.resolve() / WORK / "staging" / part
 
 
 class WorkFolder:
-    """The records of one OUT."""
+    """The records of one OUT; `attempt` as in `ShardFile`."""
 
-    def __init__(self, out: Path) -> None:
+    def __init__(self, out: Path, attempt: str = "") -> None:
         self.out = out
+        self.attempt = attempt
         self.folder = out / WORK
 
     def job(self) -> JobRecord | None:
@@ -161,7 +132,8 @@ class WorkFolder:
     def record(self, unit: FinishedUnit) -> None:
         """Record a finished unit; its files must be durable already."""
         make_folder(self.folder / "units")  # somebody may have removed it since
-        write_atomic(self._path(unit.name), write_record(unit))
+        path = self._path(unit.name)
+        write_atomic(path, write_record(unit), partial_of(path, self.attempt))
 
     def any_finished(self) -> bool:
         """Whether there is a record of any unit."""

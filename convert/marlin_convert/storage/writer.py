@@ -29,6 +29,13 @@ from marlin_convert.storage.files import (
 PARTIAL = ".partial"
 
 
+def partial_of(path: Path, attempt: str = "") -> Path:
+    """Where a file is until it is whole. Where several processes may make the same file, each has an
+    `attempt` of its own: who comes back when he was thought dead gives only his own file its name.
+    """
+    return path.with_name(path.name + (attempt and f".{attempt}") + PARTIAL)
+
+
 @dataclass
 class ShardFile:
     """One output file while it is written; `writers` is how many threads are writing to it."""
@@ -36,6 +43,7 @@ class ShardFile:
     path: Path
     size: int
     direct_io: bool
+    attempt: str = ""
     plain: int = -1
     direct: int | None = None
     writers: int = 0
@@ -45,7 +53,7 @@ class ShardFile:
     @property
     def partial(self) -> Path:
         """Where it is until it is whole."""
-        return self.path.with_name(self.path.name + PARTIAL)
+        return partial_of(self.path, self.attempt)
 
     def open(self, head: bytes) -> None:
         """Create it anew with all its space and its header. What a broken run left is removed first, since
