@@ -25,11 +25,12 @@ if TYPE_CHECKING:
     from marlin_convert.documents.results import Differences
     from marlin_convert.engines.torch_loader import LoadedRank, load_rank
     from marlin_convert.errors import ConvertError, MachineError, OutputError, SourceError, UsageError
+    from marlin_convert.pipeline.conversion import Converted
     from marlin_convert.pipeline.preview import plan
     from marlin_convert.pipeline.reshard import reshard
     from marlin_convert.pipeline.restore import restore
     from marlin_convert.pipeline.restored import Restored
-    from marlin_convert.pipeline.run import Converted, convert
+    from marlin_convert.pipeline.run import convert
     from marlin_convert.planning.plan_report import PlanReport
     from marlin_convert.progress import Point
     from marlin_convert.shards.compare import diff

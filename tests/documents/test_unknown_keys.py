@@ -97,7 +97,7 @@ def test_but_not_where_keys_are_data(copied: Path) -> None:
 def test_in_what_a_run_continues_from(
     tiny: Checkpoint, tiny_tp2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from marlin_convert.pipeline import run as running
+    from marlin_convert.pipeline import conversion as running
 
     def killed(*_: object, **__: object) -> None:
         raise KeyboardInterrupt

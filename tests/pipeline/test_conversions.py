@@ -20,7 +20,8 @@ from checkpoints import Checkpoint, Form, Order
 from checkpoints.names import ShapeDtype
 from marlin_convert.checks.verify import verify
 from marlin_convert.errors import OutputError
-from marlin_convert.pipeline.run import Converted, convert
+from marlin_convert.pipeline.conversion import Converted
+from marlin_convert.pipeline.run import convert
 from marlin_convert.progress import Point
 from marlin_convert.shards.reader import open_shards
 from whole import assert_as_the_oracle_says
@@ -289,7 +290,7 @@ def test_records_hold_what_the_manifest_merges(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The record of a unit, before it goes: digests that are those of the files."""
-    from marlin_convert.pipeline import run as pipeline
+    from marlin_convert.pipeline import conversion as pipeline
     from marlin_convert.pipeline.work_folder import WORK
 
     kept = tmp_path / "kept"

@@ -445,7 +445,7 @@ def test_small_disk_is_refused_before_anything_is_written(trial: Trial, small_di
 def test_disk_that_fills_up(trial: Trial, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody else takes the space after the check; later there is some again."""
     from marlin_convert.errors import MachineError
-    from marlin_convert.pipeline import run as pipeline
+    from marlin_convert.pipeline import conversion as pipeline
 
     trial = replace(trial, out=small_disk / "out")
     monkeypatch.setattr(pipeline, "refuse_full_disk", lambda *arguments: None)

@@ -27,6 +27,7 @@ from marlin_convert.cli.options import (
         "convert checkpoint out-tp8 --tp 8 --ep 8 --dry-run",
         "convert org/name out-tp8 --tp 8 --free-source --log-json",
         "convert checkpoint one-layer --tp 8 --layers 1 --ranks 0",
+        "convert checkpoint out-tp8 --tp 8 --shard 0/4",
     ),
 )
 @click.argument("source")
@@ -67,6 +68,8 @@ def command(
     begin = time.monotonic()
     what["hub"] = HubOptions(revision, token, cache_dir, local_dir, free_source, max_workers)
     if dry_run:
+        if what.pop("shard") is not None:
+            raise click.UsageError("--dry-run shows the whole conversion: leave --shard away")
         from marlin_convert.cli.plan import show
         from marlin_convert.pipeline.preview import plan
 
@@ -85,4 +88,4 @@ def command(
             fetch_progress=fetch_progress,
             confirm=confirm,
         )
-    converted.show(report, what["verify"], begin, as_json)
+    converted.show(report, what, begin, as_json)

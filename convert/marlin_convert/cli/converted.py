@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,19 +12,25 @@ import click
 
 from marlin_convert.cli import output, streams
 from marlin_convert.errors import UsageError
+from marlin_convert.pipeline.shares import Share, said
 from marlin_convert.words import count, gigabytes
 
 if TYPE_CHECKING:
-    from marlin_convert.pipeline.run import Confirm, Converted
+    from marlin_convert.pipeline.conversion import Confirm, Converted
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 #: files named before they are removed
 LISTED = 10
+PROOF = {
+    "none": "not proven: run verify",
+    "exact": "each proven exact before it was written",
+    "kernel": "each proven exact, and by the kernel",
+}
 
 
 def run_options(function: F) -> F:
-    """--verify --overwrite --yes."""
+    """--verify --overwrite --yes --shard."""
     for option in reversed(
         (
             click.option(
@@ -46,6 +52,11 @@ def run_options(function: F) -> F:
                 ),
             ),
             click.option("--yes", is_flag=True, help="With --overwrite: remove without asking."),
+            click.option(
+                "--shard",
+                metavar="I/N",
+                help="Make only the share I, from 0, of N that run at the same time or one after the other.",
+            ),
         )
     ):
         function = option(function)
@@ -59,8 +70,8 @@ def confirm(overwrite: bool, yes: bool) -> Confirm:
     return _name if yes else _confirm
 
 
-def show(report: Converted, verify: str, begin: float, as_json: bool) -> None:
-    """What a run did that began at `begin`, of the monotonic clock."""
+def show(report: Converted, what: Mapping[str, Any], begin: float, as_json: bool) -> None:
+    """What a run did that began at `begin`, of the monotonic clock, asked for with these options."""
     seconds = time.monotonic() - begin
     if as_json:
         from marlin_convert.documents.results import ConvertResult
@@ -75,10 +86,27 @@ def show(report: Converted, verify: str, begin: float, as_json: bool) -> None:
                 report.output_bytes,
                 seconds,
                 report.stages.times(),
+                report.waiting,
             )
         )
         return
-    _show(report, verify, seconds)
+    if what["shard"] is not None and (report.waiting or report.action != "done"):
+        _show_share(report, Share.of(what["shard"]), what["verify"], seconds)
+    else:
+        _show(report, what["verify"], seconds)
+
+
+def _show_share(report: Converted, share: Share, verify: str, seconds: float) -> None:
+    """What was made of a share, and whether OUT is finished with it, in words."""
+    made = f"{count(report.made, 'unit')} made, {gigabytes(report.made_bytes)} in {seconds:.1f} s"
+    found = f" ({report.found} of {report.made + report.found} were there)" if report.found else ""
+    mine = f"{made}{found}, {PROOF[verify]}" if report.made + report.found else "no unit is in it"
+    output.result(f"{report.out}, share {share}: {mine}")
+    if report.waiting:
+        output.result(f"not finished: units are missing of {said(report.waiting, share.count)}")
+    else:
+        output.result(f"all shares are made, and {report.out} is finished")
+        output.result(f"check what is on the disk:  marlin-convert verify {report.out}")
 
 
 def _show(report: Converted, verify: str, seconds: float) -> None:
@@ -101,14 +129,9 @@ def _show(report: Converted, verify: str, seconds: float) -> None:
         if report.found
         else ""
     )
-    proof = {
-        "none": "not proven: run verify",
-        "exact": "each proven exact before it was written",
-        "kernel": "each proven exact, and by the kernel",
-    }[verify]
     output.result(
         f"{out}: {count(report.made, 'unit')} made{found}, {gigabytes(report.made_bytes)} in"
-        f" {seconds:.1f} s, {proof}"
+        f" {seconds:.1f} s, {PROOF[verify]}"
     )
     output.result(f"check what is on the disk:  marlin-convert verify {out}")
 

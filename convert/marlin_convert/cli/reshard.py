@@ -41,4 +41,4 @@ def command(out: str, new: str, direct: bool, yes: bool, as_json: bool, **what: 
     begin = time.monotonic()
     with display.progress("stopping: finishing what is being written") as progress:
         report = reshard(out, new, **what, direct_io=direct, progress=progress, confirm=confirm)
-    converted.show(report, what["verify"], begin, as_json)
+    converted.show(report, what, begin, as_json)

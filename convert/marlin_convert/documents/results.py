@@ -36,6 +36,10 @@ class ConvertResult(Struct, frozen=True):
     output_bytes: Annotated[OneOrMore, about("bytes of all shard files")]
     seconds: Annotated[Seconds, about("from begin to end")]
     stages: StageTimes
+    waiting: Annotated[
+        tuple[Count, ...],
+        about("with --shard, the shares whose units are not made yet; without any OUT is finished"),
+    ] = ()
 
 
 class DownloadResult(Struct, frozen=True):

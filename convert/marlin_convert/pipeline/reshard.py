@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from marlin_convert.arguments import refuse_odd
 from marlin_convert.errors import OutputError, UsageError
-from marlin_convert.pipeline.run import Confirm, Conversion, Converted, request_of
+from marlin_convert.pipeline.conversion import Confirm, Conversion, Converted
+from marlin_convert.pipeline.run import request_of, share_of
 from marlin_convert.planning.needs import source_tensors
 from marlin_convert.planning.output_plan import Options, OutputPlan, plan_output
 from marlin_convert.progress import Progress
@@ -36,6 +38,7 @@ def reshard(
     direct_io: bool = True,
     progress: Progress | None = None,
     confirm: Confirm | None = None,
+    shard: str | None = None,
 ) -> Converted:
     """Make of the converted folder OUT the folder that `convert` makes of its source with these options, byte
     for byte but for provenance.json, without the source. Run again, it continues; so does `convert`, and it
@@ -48,6 +51,7 @@ def reshard(
     hold, such as layers that were not converted; OutputError where OUT is damaged; MachineError.
     """
     refuse_odd(threads=threads, memory=memory, places={"out": out, "new": new})
+    share = share_of(shard, overwrite)
     if verify == "kernel":
         raise UsageError(
             "--verify kernel compares with the checkpoint's own files, which are not here; reshard, then run"
@@ -61,7 +65,8 @@ def reshard(
     if overwrite:
         _refuse_lost(store, plan)
     request = request_of(source, plan, Path(new), verify, overwrite)
-    return Conversion.of(request, threads, memory, direct_io, progress).run(None, confirm)
+    conversion = Conversion.of(request, threads, memory, direct_io, progress)
+    return replace(conversion, share=share).run(None, confirm)
 
 
 def _refuse_lost(store: ConvertedStore, plan: OutputPlan) -> None:

@@ -15,7 +15,7 @@ from marlin_convert.storage.source_reader import SourceReader
 @dataclass(frozen=True)
 class Target:
     """What one conversion makes; the same in every run of it. With `direct_io` it is read and written past
-    the page cache where that works.
+    the page cache where that works. `attempt` as in `ShardFile`.
     """
 
     source: Source
@@ -23,6 +23,7 @@ class Target:
     plan: OutputPlan
     out: Path
     direct_io: bool = True
+    attempt: str = ""
 
     @cached_property
     def reader(self) -> SourceReader:

@@ -49,6 +49,7 @@ class UnitWork(Work):
                 self.target.out / self.target.plan.path(self.unit, rank),
                 self.unit.file_size,
                 self.target.direct_io,
+                self.target.attempt,
             )
             self.files[rank] = file
             self.heads[rank] = head

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from marlin_convert.documents.bounds import JOB, MANIFEST, RECORD
@@ -134,6 +135,13 @@ class WorkFolder:
         make_folder(self.folder / "units")  # somebody may have removed it since
         path = self._path(unit.name)
         write_atomic(path, write_record(unit), partial_of(path, self.attempt))
+
+    def look_again(self) -> None:
+        """See the records that other machines have made: the client of a network file system believes for a
+        while that what was not there is not there, until the folder is opened.
+        """
+        with suppress(OSError):
+            os.listdir(self.folder / "units")
 
     def any_finished(self) -> bool:
         """Whether there is a record of any unit."""
