@@ -181,7 +181,7 @@ def test_convert_says_them_too(
 ) -> None:
     """A note a layer, in the midst of the run; the kernel's model stands in for the kernel."""
     on_the_cpu = partial(kernel_check, device="cpu")
-    monkeypatch.setattr("marlin_convert.pipeline.run.kernel_check", on_the_cpu)
+    monkeypatch.setattr("marlin_convert.pipeline.conversion.kernel_check", on_the_cpu)
     code, _, said = command("convert", odd[0], tmp_path / "again", "--tp", 4, "--verify", "kernel")
     assert code == 0
     (note,) = [line for line in said.splitlines() if line.startswith("note: layer 1, ")]

@@ -98,7 +98,7 @@ def test_convert_runs_it_too(
 ) -> None:
     """With the kernel's model in place of the kernel; the files are those that it writes without."""
     on_the_cpu = partial(kernel_check, device="cpu")
-    monkeypatch.setattr("marlin_convert.pipeline.run.kernel_check", on_the_cpu)
+    monkeypatch.setattr("marlin_convert.pipeline.conversion.kernel_check", on_the_cpu)
     file = placed(4, 2).parent / "map.json"
     convert(small.folder, tmp_path / "out", tp=4, ep=2, expert_map=file, verify="kernel")
     shards = {

@@ -28,7 +28,7 @@ from marlin_convert.documents.records import read_record, write_record
 from marlin_convert.documents.schemas import schema
 from marlin_convert.errors import MachineError, OutputError, SourceError, UsageError
 from marlin_convert.limits import FILES_PER_THREAD, OTHER_FILES, Limit, read_limits
-from marlin_convert.pipeline import budget, run
+from marlin_convert.pipeline import budget, conversion
 from marlin_convert.pipeline.run import request_of
 from marlin_convert.planning.output_plan import Options, plan_output
 from marlin_convert.progress import Point
@@ -435,7 +435,7 @@ def test_units_of_other_data_are_not_mixed_in(
         raise MachineError("it breaks off here")
 
     with monkeypatch.context() as patch:
-        patch.setattr(run, "finish_output", breaks_off)
+        patch.setattr(conversion, "finish_output", breaks_off)
         with pytest.raises(MachineError):
             convert(make().folder, new, tp=4)
     path = min((new / ".work" / "units").glob("*.json"))

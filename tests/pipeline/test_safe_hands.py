@@ -215,7 +215,7 @@ def test_a_document_that_came_while_it_was_made_is_kept(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("marlin_convert.pipeline.run.finish_output", broken)
+        patch.setattr("marlin_convert.pipeline.conversion.finish_output", broken)
         with pytest.raises(KeyboardInterrupt):
             convert(source.folder, new, tp=2)
     (new / "README.md").write_text("mine")
@@ -239,7 +239,7 @@ def test_what_was_edited_while_it_was_mended_is_not_removed(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("marlin_convert.pipeline.run.finish_output", broken)
+        patch.setattr("marlin_convert.pipeline.conversion.finish_output", broken)
         with pytest.raises(KeyboardInterrupt):
             convert(source.folder, out, tp=2)
     (out / "LICENSE").write_bytes(b"mine")
@@ -380,7 +380,7 @@ def test_what_comes_to_lie_in_out_while_it_begins_is_asked_for_too(
         looks.append(observe(*arguments, **more))
         return looks[-1]
 
-    monkeypatch.setattr("marlin_convert.pipeline.run.observe", look)
+    monkeypatch.setattr("marlin_convert.pipeline.conversion.observe", look)
 
     def refuse(files: Sequence[Path]) -> bool:
         asked.extend(files)

@@ -387,7 +387,7 @@ def test_a_users_folder_that_is_called_like_that_of_a_stage_is_kept(
 
     if begun:
         with monkeypatch.context() as patch:
-            patch.setattr("marlin_convert.pipeline.run.finish_output", broken)
+            patch.setattr("marlin_convert.pipeline.conversion.finish_output", broken)
             with pytest.raises(KeyboardInterrupt):
                 convert(source, out, tp=2)
     else:

@@ -39,7 +39,7 @@ class ConvertResult(Struct, frozen=True):
     waiting: Annotated[
         tuple[Count, ...],
         about("with --shard, the shares whose units are not made yet; without any OUT is finished"),
-    ] = ()
+    ]
 
 
 class DownloadResult(Struct, frozen=True):

@@ -113,8 +113,7 @@ class Conversion:
                     self._ask(confirm)
                 if not decision.claim:
                     target = self.target = replace(target, identity=target.identity.unclaimed())
-                left = [] if self._is_done(decision) else self._prepare(decision)
-                fetcher = None if self._is_done(decision) else self._begin(decision, left, fetch_progress)
+                left, fetcher = self._begin(decision, fetch_progress)
             if fetcher is not None and (left or self.share is None):
                 maker = Maker(target, self.request.stamps, self.budget, decision.checks, kernel, self.stages)
                 maker.make(left, fetcher, self._made, self.progress)
@@ -207,9 +206,14 @@ class Conversion:
         return left
 
     def _begin(
-        self, decision: Decision, left: Sequence[OutputUnit], fetch_progress: Progress | None
-    ) -> Fetcher:
-        """Record the job, once it is seen that the disk has room; returns what brings the source's files."""
+        self, decision: Decision, fetch_progress: Progress | None
+    ) -> tuple[list[OutputUnit], Fetcher | None]:
+        """Record the job, once it is seen that the disk has room; returns the units that are left, and what
+        brings the source's files, unless nothing is to be done.
+        """
+        if self._is_done(decision):
+            return [], None
+        left = self._prepare(decision)
         source, plan, out = self.target.source, self.target.plan, self.target.out
         staging = staging_of(out, "" if self.share is None else self.share.part)
         fetcher = source.store.fetcher(needs(source, plan, left), staging, fetch_progress)
@@ -220,4 +224,4 @@ class Conversion:
             for folder in plan.folders:
                 make_folder(out / folder)
             sync_folder(out)  # what the source's files are let go for is reached from the root
-        return fetcher
+        return left, fetcher
