@@ -173,6 +173,8 @@ def test_every_command_line_is_one(page: Path, tmp_path: Path, monkeypatch: pyte
         assert set(re.findall(r"'\.\[([a-z-]+)\]'", text)) <= set(extras)
         if re.fullmatch(r"make [a-z-]+", text):
             assert text.split()[1] in targets
+        # pages need no package; only `bench kernel` draws with one
+        assert all("--plot" in line for line in text.split("\n") if ".[report]" in line)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

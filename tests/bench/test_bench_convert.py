@@ -76,7 +76,7 @@ def test_the_check_is_what_repacking_takes_longer() -> None:
 
 def test_a_conversion_that_fails_is_no_measurement(tmp_path: Path) -> None:
     make_small(tmp_path / "source", layers=2, experts=4)
-    with pytest.raises(MachineError, match=r"exit code 2: error: --tp 3 .* is not divisible by moe_tp = 3"):
+    with pytest.raises(MachineError, match=r"exit code 2: error: --tp 3 .* is not divisible by tp / ep = 3"):
         bench_conversion(
             tmp_path,
             ConversionSettings(verb="convert", layers=1, experts=1, rounds=1, tp=3, ep=1),

@@ -308,6 +308,9 @@ def test_resealed_weights(copied: Path, tiny: Checkpoint, name: str) -> None:
     said = wrong(copied)
     assert said
     assert all("layer 1" in line for line in said)
+    if name.startswith("w"):  # of an expert: which file it may be, and how to know
+        assert all(line.startswith("rank-*/layer-001.safetensors: layer 1, expert ") for line in said)
+        assert all(line.endswith("; on which rank, verify --source tells") for line in said)
     assert any("rank 1" in line for line in wrong(copied, tiny))
     trees.forge_source_digests(copied, tiny)
     trees.reseal(copied)

@@ -26,6 +26,8 @@ from marlin_convert.checks.kernel.kernel_report import KernelReport
 from marlin_convert.checks.kernel.verify_kernel import verify_kernel
 from marlin_convert.checks.verify import verify
 from marlin_convert.errors import MachineError, SourceError, UsageError
+from marlin_convert.kernels.providers import KernelUnavailableError
+from marlin_convert.kernels.reference import ReferenceProvider
 from marlin_convert.pipeline.kernel_check import kernel_check
 from marlin_convert.pipeline.run import convert
 from marlin_convert.progress import Point
@@ -187,6 +189,20 @@ def test_convert_says_them_too(
     (note,) = [line for line in said.splitlines() if line.startswith("note: layer 1, ")]
     assert note.startswith("note: layer 1, expert 1, up_proj: one scale of the source is not finite, ")
     assert note.endswith(" (1 more such line by `verify --kernel`)")
+
+
+def test_a_kernel_that_does_not_run_stops_convert_before_it_writes(
+    small: Checkpoint, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gemm(*arguments: object) -> None:
+        raise KernelUnavailableError("the kernel could not be compiled: there is no nvcc")
+
+    monkeypatch.setattr(ReferenceProvider, "gemm", gemm)
+    monkeypatch.setattr("marlin_convert.pipeline.run.kernel_check", partial(kernel_check, device="cpu"))
+    code, stdout, said = command("convert", small.folder, tmp_path / "out", "--tp", 4, "--verify", "kernel")
+    assert (code, stdout) == (4, "")
+    assert "error: the kernel could not be compiled: there is no nvcc" in said
+    assert list(tmp_path.rglob("*.safetensors*")) == []
 
 
 @pytest.mark.parametrize("bits", [0x3C80, 0x7FC0])

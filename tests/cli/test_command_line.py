@@ -470,6 +470,25 @@ def test_a_file_of_the_users_is_to_be_moved_not_removed(
     assert "remove the other files named above" in command("verify", out)[2]
 
 
+def test_an_edited_document_is_to_be_moved_not_removed(
+    tiny: Checkpoint, copied: Path, command: Command, tmp_path: Path
+) -> None:
+    """As `convert` has it, which names it and writes it again once it is gone."""
+    card, again = copied / "README.md", "run the same convert command again; it remakes what is missing\n"
+    card.write_text("mine")
+    code, _, stderr = command("verify", copied)
+    assert (code, stderr) == (1, f"to mend it: move away the documents that were changed and {again}")
+    lost = copied / "rank-00-of-02" / "layer-001.safetensors"
+    lost.write_bytes(bytes(lost.stat().st_size))
+    said = command("verify", copied)[2]
+    move = "move away the documents that were changed, remove the other files named above"
+    assert said == f"to mend it: {move} and {again}"
+    card.rename(tmp_path / "mine")
+    lost.unlink()
+    assert command("convert", tiny.folder, copied, "--tp", 2)[0] == 0
+    assert command("verify", copied)[0] == 0
+
+
 @pytest.mark.parametrize(
     ("spoil", "advice"),
     [

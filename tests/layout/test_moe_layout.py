@@ -300,21 +300,21 @@ def test_what_another_slice_half_or_expert_holds_is_a_mismatch() -> None:
         ((7168, 2048, 64, 32), None),
         ((7168, 2048, 128, 16), None),
         ((7232, 2048, 32, 8), "hidden size 7232 is not a multiple of 128, which the kernel needs"),
-        ((7168, 2048, 32, 3), "the experts' intermediate size 2048 is not divisible by moe_tp = 3"),
+        ((7168, 2048, 32, 3), "the experts' intermediate size 2048 is not divisible by tp / ep = 3"),
         ((7168, 2048, 16, 8), "group size 16 is not one the kernel has (32, 64, 128)"),
         ((7168, 2048, 0, 8), "group size 0 is not one the kernel has (32, 64, 128)"),
         ((7168, 2048, 7168, 8), "group size 7168 is not one the kernel has (32, 64, 128)"),
         (
             (7168, 2048, 64, 64),
-            "a slice of 32 of the experts' intermediate size 2048 at moe_tp = 64 would cut a group of 64",
+            "a slice of 32 of the experts' intermediate size 2048 at tp / ep = 64 would cut a group of 64",
         ),
         (
             (7168, 2048, 128, 32),
-            "a slice of 64 of the experts' intermediate size 2048 at moe_tp = 32 would cut a group of 128",
+            "a slice of 64 of the experts' intermediate size 2048 at tp / ep = 32 would cut a group of 128",
         ),
         (
             (7168, 1040, 32, 1),
-            "a slice of 1040 of the experts' intermediate size 1040 at moe_tp = 1 would cut a group of 32",
+            "a slice of 1040 of the experts' intermediate size 1040 at tp / ep = 1 would cut a group of 32",
         ),
     ],
 )

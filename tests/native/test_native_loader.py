@@ -130,6 +130,28 @@ def test_what_is_installed(programs: Programs, tmp_path: Path) -> None:
     assert found >= {"bin/shard_info", *(f"include/marlin_convert/{name}" for name in headers)}
 
 
+PARENT = """
+cmake_minimum_required(VERSION 3.22)
+project(engine LANGUAGES CXX)
+add_subdirectory({loader} loader)
+"""
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_a_warning_is_an_error_in_our_own_builds_alone(
+    programs: Programs, tmp_path: Path, within: bool
+) -> None:
+    """Another project's compiler may know more of them."""
+    loader = Path(__file__).parents[2] / "examples" / "native_loader"
+    (tmp_path / "CMakeLists.txt").write_text(PARENT.format(loader=loader))
+    line = ["cmake", "-S", str(tmp_path if within else loader), "-B", str(tmp_path / "build")]
+    subprocess.run([*line, "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"], check=True, capture_output=True)
+    built = json.loads((tmp_path / "build" / "compile_commands.json").read_text())
+    (command,) = (each["command"] for each in built if each["file"].endswith("shard_info.cpp"))
+    assert "-Wall" in command
+    assert ("-Werror" in command) != within
+
+
 @pytest.mark.parametrize(
     "arguments", [(), ("OUT",), ("OUT", "x"), ("OUT", "-1"), ("OUT", "0", "--frobnicate"), ("OUT", "0", "1")]
 )

@@ -109,12 +109,12 @@ class Trial:
         """The same bytes."""
         assert trees.tree(self.out) == self.undisturbed
 
-    def assert_continues(self) -> None:
+    def assert_continues(self, *options: object) -> None:
         """The same command, undisturbed now: what was there is not made again, and the bytes are the same."""
         there = {path.stem for path in (self.out / ".work" / "units").glob("*.json")}
         over = (self.out / "manifest.json").exists()
         inodes = {p: p.stat().st_ino for unit in there for p in self.out.glob(f"*/{unit}.safetensors")}
-        done = self.run("--json")
+        done = self.run("--json", *options)
         assert (done.code, done.stderr) == (0, "")
         made = json.loads(done.stdout)
         expected = (0, 5) if over else (5 - len(there), len(there))
@@ -209,6 +209,15 @@ def test_interrupted(trial: Trial, call: str, share: float, name: str, code: int
     assert done.stdout == ""
     assert trial.partials() == []
     trial.assert_continues()
+
+
+def test_interrupted_with_overwrite_the_same_command_continues(trial: Trial) -> None:
+    """What it has made itself is not what it was to replace."""
+    done = trial.broken("replace", 0.5, "SIGINT", "--overwrite", "--yes")
+    assert done.code == 130
+    assert done.stderr.endswith("interrupted; run the same command again to continue\n")
+    assert list((trial.out / ".work" / "units").glob("*.json"))
+    trial.assert_continues("--overwrite", "--yes")
 
 
 @pytest.mark.parametrize(("first", "second"), [("SIGINT", "SIGINT"), ("SIGTERM", "SIGINT")])

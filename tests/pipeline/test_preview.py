@@ -23,6 +23,7 @@ from marlin_convert.pipeline.preview import plan
 from marlin_convert.pipeline.run import convert
 from marlin_convert.pipeline.space import documents_bytes
 from marlin_convert.planning.output_plan import Options, OutputPlan, plan_output
+from marlin_convert.words import gigabytes
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -63,7 +64,13 @@ def test_what_is_left_of_a_conversion(copied: Path, tiny: Checkpoint, command: C
     assert found["read"] == read
     found = document(command, "convert", *line[:2], "--tp", 1, "--overwrite", "--dry-run")["convert"]
     assert (found["action"], found["units"]) == ("replace", 5)
-    assert command("convert", *line)[0] == 0
+    code, stdout, _ = command("convert", *line, "--json")
+    made = json.loads(stdout)
+    assert (code, made["units_made"], made["units_found"], made["made_bytes"]) == (0, 1, 4, 2 * size)
+    lost.unlink()
+    said = command("convert", *line)[1]
+    there = "(4 of 5 were there and were not read again)"
+    assert said.startswith(f"{copied}: 1 unit made {there}, {gigabytes(2 * size)} in ")
 
 
 def _foreign(out: Path) -> None:

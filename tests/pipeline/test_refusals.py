@@ -270,11 +270,11 @@ def test_folder_that_may_not_be_written(tiny: Checkpoint, tmp_path: Path, comman
 # Requests that cannot be met.
 
 REQUESTS: dict[str, tuple[tuple[object, ...], str]] = {
-    "tp that does not divide": (("--tp", 3), "not divisible by moe_tp = 3"),
+    "tp that does not divide": (("--tp", 3), "not divisible by tp / ep = 3"),
     "tp that does not divide the heads": (("--tp", 16, "--ep", 4), "--tp 16 does not divide"),
     "a cut group": (
         ("--tp", 16),
-        "a slice of 16 of the experts' intermediate size 256 at moe_tp = 16 would cut a group of 32",
+        "a slice of 16 of the experts' intermediate size 256 at tp / ep = 16 would cut a group of 32",
     ),
     "ep that does not divide tp": (("--tp", 4, "--ep", 3), "--ep 3 does not divide --tp 4"),
     "ep that does not divide the experts": (

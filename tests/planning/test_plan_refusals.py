@@ -48,14 +48,14 @@ def refused(error: type[Exception], source: Source, **options: Any) -> str:
 @pytest.mark.parametrize(
     ("tp", "ep", "dims", "message"),
     [
-        (3, 1, {}, "--tp 3 --ep 1: the experts' intermediate size 512 is not divisible by moe_tp = 3"),
+        (3, 1, {}, "--tp 3 --ep 1: the experts' intermediate size 512 is not divisible by tp / ep = 3"),
         (
             32,
             1,
             {},
             (
-                "--tp 32 --ep 1: a slice of 16 of the experts' intermediate size 512 at moe_tp = 32 would cut"
-                " a group of 32"
+                "--tp 32 --ep 1: a slice of 16 of the experts' intermediate size 512 at tp / ep = 32 would"
+                " cut a group of 32"
             ),
         ),
         (
@@ -63,7 +63,7 @@ def refused(error: type[Exception], source: Source, **options: Any) -> str:
             1,
             {"moe_intermediate": 96},
             (
-                "--tp 2 --ep 1: a slice of 48 of the experts' intermediate size 96 at moe_tp = 2 would cut a"
+                "--tp 2 --ep 1: a slice of 48 of the experts' intermediate size 96 at tp / ep = 2 would cut a"
                 " group of 32"
             ),
         ),
@@ -133,8 +133,8 @@ def refused(error: type[Exception], source: Source, **options: Any) -> str:
             1,
             {"group": 128},
             (
-                "--tp 8 --ep 1: a slice of 64 of the experts' intermediate size 512 at moe_tp = 8 would cut a"
-                " group of 128"
+                "--tp 8 --ep 1: a slice of 64 of the experts' intermediate size 512 at tp / ep = 8 would cut"
+                " a group of 128"
             ),
         ),
     ],

@@ -128,6 +128,8 @@ def test_a_wrong_digest_beside_the_shards(copied: Path, command: Command, tmp_pa
     page, document = report(tmp_path / "report")
     assert set(states(document).values()) == {"exact"}
     assert "✕ Beside the shards, wrong: README.md" in page.text
+    assert f"# move away first: {copied}/README.md marlin-convert convert SOURCE {copied} --tp 2" in page.text
+    assert "rm -f" not in page.text
     assert "1 finding in 1 place" in page.text
 
 

@@ -92,16 +92,32 @@ def mend(findings: Sequence[ReportedFinding]) -> str:
             " again, which remakes what is missing"
         )
     stray = [finding for finding in findings if STRAY in finding.what]
-    move = "move away what is not in the manifest" if stray else ""
-    if len(stray) == len(findings):
-        return move
-    again = "files named above and run the same convert command again; it remakes what is missing"
-    return f"{move}, remove the other {again}" if stray else f"remove the {again}"
+    changed = changed_documents(findings)
+    move = ["move away what is not in the manifest"] if stray else []
+    move += ["move away the documents that were changed"] if changed else []
+    named = {finding.path for finding in findings} - {finding.path for finding in stray} - set(changed)
+    again = "run the same convert command again; it remakes what is missing"
+    if named:
+        return ", ".join([*move, f"remove the {'other ' if move else ''}files named above and {again}"])
+    return f"{', '.join(move)} and {again}" if changed else move[0]
+
+
+def changed_documents(findings: Sequence[ReportedFinding]) -> list[str]:
+    """Documents of OUT that are there and are not as they were written: `convert` writes over none of them,
+    since somebody may have edited them.
+    """
+    named = {finding.path for finding in findings if STRAY not in finding.what}
+    return sorted(path for path in named - _gone(findings) if not path.endswith(".safetensors"))
+
+
+def _gone(findings: Sequence[ReportedFinding]) -> set[str]:
+    """Paths of files that are not there."""
+    return {finding.path for finding in findings if os.strerror(errno.ENOENT) in finding.what}
 
 
 def _folders_elsewhere(findings: Sequence[ReportedFinding]) -> list[str]:
     """Folders of ranks of which neither the index nor shards are there."""
-    gone = {finding.path for finding in findings if os.strerror(errno.ENOENT) in finding.what}
+    gone = _gone(findings)
     indexes = {path.rpartition("/")[0] for path in gone if path.endswith(f"/{INDEX_NAME}")}
     shards = {path.rpartition("/")[0] for path in gone if path.endswith(".safetensors")}
     return sorted(folder for folder in indexes & shards if folder.rpartition("/")[2].startswith("rank-"))

@@ -38,7 +38,7 @@ class MarlinU4B8:
             return f"hidden size {shape.hidden} is not a multiple of {KERNEL_N}, which the kernel needs"
         if shape.intermediate % shape.moe_tp:
             return (
-                f"the experts' intermediate size {shape.intermediate} is not divisible by moe_tp = "
+                f"the experts' intermediate size {shape.intermediate} is not divisible by tp / ep = "
                 f"{shape.moe_tp}"
             )
         if group not in GROUP_SIZES:
@@ -47,8 +47,8 @@ class MarlinU4B8:
             return f"hidden size {shape.hidden} is not a multiple of the group size {group}"
         if shape.local % group:
             return (
-                f"a slice of {shape.local} of the experts' intermediate size {shape.intermediate} at moe_tp ="
-                f" {shape.moe_tp} would cut a group of {group}"
+                f"a slice of {shape.local} of the experts' intermediate size {shape.intermediate} at tp / ep"
+                f" = {shape.moe_tp} would cut a group of {group}"
             )
         return None
 

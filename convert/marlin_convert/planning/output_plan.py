@@ -235,8 +235,7 @@ def _plan(source: Source, options: Options) -> tuple[OutputPlan, list[SourceUnit
         raise UsageError(f"--ep {topology.ep} does not divide the {model.experts} routed experts")
     shape = model.expert_shape(topology.moe_tp)
     if (reason := layout.validate(shape)) is not None:
-        words = " (moe_tp is tp / ep)" if "moe_tp" in reason else ""
-        raise UsageError(f"--tp {topology.tp} --ep {topology.ep}: {reason}{words}")
+        raise UsageError(f"--tp {topology.tp} --ep {topology.ep}: {reason}")
     ranks = _scope("rank", options.ranks, topology.tp)
     layers = _scope("layer", options.layers, model.layers)
     every = source_units(source, topology)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from marlin_convert.checks.outcome import Outcome
+from marlin_convert.checks.outcome import Outcome, changed_documents
 from marlin_convert.checks.units import Blame
 from marlin_convert.documents.checks import ReportedFinding
 from marlin_convert.documents.manifest import Manifest
@@ -31,11 +31,12 @@ def lead(outcome: Outcome, found: Sequence[ReportedFinding], manifest: Manifest,
 def _to_run(outcome: Outcome, found: Sequence[ReportedFinding], manifest: Manifest, about: About) -> Html:
     """Commands, with SOURCE where the checkpoint is to be named."""
     out = about.out
-    if "remove the" not in outcome.mend:
+    if not any(step in outcome.mend for step in ("remove the", "move away the")):
         return commands(about.command)
     blame = Blame(found)
     wrong = [shard.path for shard in manifest.shards if blame.names(shard) or blame.names_unit(shard.unit)]
-    lines = [f"rm -f -- {shlex.quote(f'{out}/{path}')}" for path in wrong[:REMOVED]]
+    lines = [f"# move away first: {out}/{path}" for path in changed_documents(found)[:REMOVED]]
+    lines += [f"rm -f -- {shlex.quote(f'{out}/{path}')}" for path in wrong[:REMOVED]]
     if len(wrong) > REMOVED:
         lines.append(f"# and {len(wrong) - REMOVED:,} more: those that the findings name")
     again = f"marlin-convert convert SOURCE {shlex.quote(out)} --tp {manifest.tp} --ep {manifest.ep}"
