@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -52,6 +53,17 @@ def test_what_the_browser_makes_of_it(page: Path) -> None:
     assert "✕ wrong: rank 3, layer 12." in seen.text
 
 
+@pytest.mark.parametrize("width", [1280, 420])
+def test_no_name_is_wider_than_its_column(
+    tiny_tp2: Path, tmp_path: Path, command: Callable[..., tuple[int, str, str]], width: int
+) -> None:
+    """Constants of the model have long ones."""
+    assert command("inspect", tiny_tp2, "--report", tmp_path)[0] == 0
+    assert "rope_scaling.original_max_position_embeddings" in (tmp_path / "inspect.html").read_text()
+    pixels = browser.screenshot(tmp_path / "inspect.html", "light", width, 4000)
+    assert (pixels[:, -1] == PAGE["light"]).all()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 420])
 def test_it_is_drawn(page: Path, scheme: str, width: int) -> None:
@@ -63,5 +75,5 @@ def test_it_is_drawn(page: Path, scheme: str, width: int) -> None:
     assert area(pixels, BAD[scheme]) > 500  # the frame of the verdict, its word, and the cell
     if width == 1280:
         cells = area(pixels, GOOD[scheme])
-        assert cells > 480 * 14 * 14 * 0.8  # 496 of 497 files are drawn in full
+        assert cells > 496 * 12 * 12  # 496 of 497 files are drawn in full
     assert area(pixels, GOOD[other]) == 0

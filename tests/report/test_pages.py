@@ -214,6 +214,29 @@ def test_inspect(copied: Path, command: Command, tmp_path: Path) -> None:
     assert (code, "--report is for a converted folder as a whole" in said) == (2, True)
 
 
+def test_stages_and_slots(tiny: Checkpoint, command: Command, tmp_path: Path) -> None:
+    """How it is split is said once, whatever is split; the file that no rank owns is one cell."""
+    rows = [[slot % 4 for slot in range(6)]] * 2
+    (tmp_path / "map.json").write_text(json.dumps({"physical_to_logical_map": rows}))
+    more = ("--ep", 2, "--pp", 2, "--attn-tp", 1, "--expert-map", tmp_path / "map.json")
+    assert command("convert", tiny.folder, tmp_path / "out", "--tp", 2, *more)[0] == 0
+    assert command("inspect", tmp_path / "out", "--report", tmp_path / "report")[0] == 0
+    assert command("verify", tmp_path / "out", "--report", tmp_path / "report")[0] == 0
+    for name, state in (("inspect", "there"), ("verify", "exact")):
+        page, _ = report(tmp_path / "report", name)
+        stages = "layer 0, embed, common; layers 1 to 2, head"
+        assert f"split tp 2, ep 2, attn-tp 1, pp 2 stages {stages}" in page.text
+        assert page.text.count(" split ") == 1
+        assert "experts placed by a map in 6 slots of each layer" in page.text
+        assert any(title.startswith(f"rank 1, layer 0 to head: {state}, ") for title in page.titles)
+        assert any(title.startswith(f"common: {state}, ") for title in page.titles)
+        filled = [i for i, (_, key, value) in enumerate(page.attributes) if key == "fill" and "#s-" in value]
+        # two ranks of five files each, and the one of common/
+        assert [page.attributes[i - 2][1:] for i in filled] == [("width", f"{18 * n}") for n in (5, 5, 1)]
+        upright = [value for tag, key, value in page.attributes if (tag, key) == ("text", "transform")]
+        assert len(upright) == 2
+
+
 def test_no_page_of_an_earlier_run_is_left(copied: Path, command: Command, tmp_path: Path) -> None:
     assert command("verify", copied, "--report", tmp_path / "report")[0] == 0
     (copied / "manifest.json").write_text("{}")

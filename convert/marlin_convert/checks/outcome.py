@@ -93,8 +93,8 @@ def mend(findings: Sequence[ReportedFinding]) -> str:
         )
     stray = [finding for finding in findings if STRAY in finding.what]
     changed = changed_documents(findings)
-    move = ["move away what is not in the manifest"] if stray else []
-    move += ["move away the documents that were changed"] if changed else []
+    away = ["what is not in the manifest"] * bool(stray) + ["the documents that were changed"] * bool(changed)
+    move = [f"move away {' and '.join(away)}"] if away else []
     named = {finding.path for finding in findings} - {finding.path for finding in stray} - set(changed)
     again = "run the same convert command again; it remakes what is missing"
     if named:

@@ -14,6 +14,9 @@ from marlin_convert.report.page import MARKS
 
 #: side of a cell, and room for the names of rows
 SIDE, MARGIN = 18, 84
+#: room for the names of columns, and for such as are longer than a cell is wide: those stand upright
+HEAD, UPRIGHT = 20, 44
+LONG = 4
 #: states that something must be done about, the certain ones first, and how many places are named
 BAD = ("wrong", "missing", "suspect")
 MOST_NAMED = 8
@@ -69,20 +72,27 @@ class FilesMap:
         rows = list(self._rows(columns))
         known = Counter(self.states.values())
         said = ", ".join(f"{known[state]:,} {LOOKS[state].name}" for state in LOOKS if known[state])
-        width, height = MARGIN + SIDE * len(columns) + 2, 20 + SIDE * len(rows) + 2
+        head = UPRIGHT if any(len(_label(unit)) >= LONG for unit in columns) else HEAD
+        width, height = MARGIN + SIDE * len(columns) + 2, head + SIDE * len(rows) + 2
         drawing = tag(
             "svg",
             tag("title", f"{caption}: {said}"),
-            tag("defs", *(_pattern(state) for state in LOOKS)),
-            *_axis(columns),
-            *(_row(20 + SIDE * y, name, columns, cells) for y, (name, cells) in enumerate(rows)),
+            tag("defs", *(_pattern(state, head) for state in LOOKS)),
+            *_axis(columns, head),
+            *(_row(head + SIDE * y, name, columns, cells) for y, (name, cells) in enumerate(rows)),
             viewBox=f"0 0 {width} {height}",
             role="img",
             style=f"min-width:{min(width * 0.75, 900):.0f}px;max-width:{width * 1.1:.0f}px",
         )
         seen = [state for state in LOOKS if known[state] or any(state in cells for _, cells in rows)]
         as_table = [
-            (name, "; ".join(f"{where}: {LOOKS[state].name}" for state, _, where in _runs(columns, cells)))
+            (
+                name,
+                "; ".join(
+                    LOOKS[state].name if name == COMMON else f"{where}: {LOOKS[state].name}"
+                    for state, _, where in _runs(columns, cells)
+                ),
+            )
             for name, cells in rows
         ]
         return html(
@@ -106,7 +116,7 @@ class FilesMap:
         for rank in every:
             yield f"rank {rank}", [self.states.get((unit, rank), "absent") for unit in columns]
         if ("common", None) in self.states:
-            yield COMMON, [self.states["common", None]] * len(columns)
+            yield COMMON, [self.states["common", None]]
 
 
 def _bad_ones(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> Iterator[Html]:
@@ -124,14 +134,23 @@ def _bad_ones(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]])
             yield tag("p", named, "; ".join(places[:MOST_NAMED]), more, ".")
 
 
-def _axis(columns: Sequence[str]) -> Iterator[Html]:
+def _axis(columns: Sequence[str], head: int) -> Iterator[Html]:
     step = 5 if len(columns) > 20 else 1
-    yield tag("text", "layer", x=0, y=13)
+    base = head - 7
+    yield tag("text", "layer", x=0, y=base)
     for at, unit in enumerate(columns):
-        layer = _layer(unit)
-        if layer is None or layer % step == 0:
-            name = unit if layer is None else str(layer)
-            yield tag("text", name, x=MARGIN + SIDE * (at + 0.5), y=13, text_anchor="middle")
+        layer, name = _layer(unit), _label(unit)
+        x = MARGIN + SIDE * (at + 0.5)
+        if len(name) >= LONG:
+            yield tag("text", name, transform=f"translate({x + 4:g} {head - 3}) rotate(-90)")
+        elif layer is None or layer % step == 0:
+            yield tag("text", name, x=x, y=base, text_anchor="middle")
+
+
+def _label(unit: str) -> str:
+    """What stands above a column."""
+    layer = _layer(unit)
+    return unit if layer is None else str(layer)
 
 
 def _row(top: int, name: str, columns: Sequence[str], cells: Sequence[str]) -> Html:
@@ -155,13 +174,13 @@ def _runs(columns: Sequence[str], cells: Sequence[str]) -> Iterator[tuple[str, i
         at += count
 
 
-def _pattern(state: str) -> Html:
+def _pattern(state: str, head: int) -> Html:
     return tag(
         "pattern",
         *_cell(state),
         id=_id(state),
         x=MARGIN,
-        y=20,
+        y=head,
         width=SIDE,
         height=SIDE,
         patternUnits="userSpaceOnUse",

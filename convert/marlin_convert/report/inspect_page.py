@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 
 from marlin_convert.documents.manifest import Manifest, Shard
 from marlin_convert.documents.results import InspectedFolder
@@ -35,7 +36,9 @@ def inspect_page(manifest: Manifest, found: InspectedFolder, about: About) -> Pa
                 "Files",
                 FilesMap(manifest, states).picture("Which shard files there are, by rank and layer"),
                 parts.of_what(
-                    manifest, ("shard files", len(states)), ("their bytes", _bytes(manifest.shards))
+                    manifest,
+                    ("shard files", len(states)),
+                    ("their bytes", f"{_bytes(manifest.shards):,} ({gigabytes(_bytes(manifest.shards))})"),
                 ),
             ),
             _units(manifest),
@@ -44,9 +47,8 @@ def inspect_page(manifest: Manifest, found: InspectedFolder, about: About) -> Pa
     )
 
 
-def _bytes(shards: tuple[Shard, ...] | list[Shard]) -> str:
-    size = sum(shard.size for shard in shards)
-    return f"{size:,} ({gigabytes(size)})"
+def _bytes(shards: Sequence[Shard]) -> int:
+    return sum(shard.size for shard in shards)
 
 
 def _units(manifest: Manifest) -> Html:
@@ -54,11 +56,11 @@ def _units(manifest: Manifest) -> Html:
     for shard in manifest.shards:
         by_unit[shard.unit].append(shard)
     rows = [
-        (name, len(shards), len(shards[0].tensors), shards[0].size, _bytes(shards))
+        (name, len(shards), len(shards[0].tensors), shards[0].size, _bytes(shards), gigabytes(_bytes(shards)))
         for name, shards in by_unit.items()
         if shards
     ]
-    header = ("unit", "files", "tensors of one", "bytes of one", "bytes of all")
+    header = ("unit", "files", "tensors of one", "bytes of one", "bytes of all", "")
     return section("Units", table("Each unit", header, rows))
 
 

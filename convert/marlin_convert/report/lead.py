@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
+from marlin_convert.checks.findings import STRAY
 from marlin_convert.checks.outcome import Outcome, changed_documents
 from marlin_convert.checks.units import Blame
 from marlin_convert.documents.checks import ReportedFinding
@@ -35,7 +36,8 @@ def _to_run(outcome: Outcome, found: Sequence[ReportedFinding], manifest: Manife
         return commands(about.command)
     blame = Blame(found)
     wrong = [shard.path for shard in manifest.shards if blame.names(shard) or blame.names_unit(shard.unit)]
-    lines = [f"# move away first: {out}/{path}" for path in changed_documents(found)[:REMOVED]]
+    away = sorted({*changed_documents(found), *(each.path for each in found if STRAY in each.what)})
+    lines = [f"# move away first: {out}/{path}" for path in away[:REMOVED]]
     lines += [f"rm -f -- {shlex.quote(f'{out}/{path}')}" for path in wrong[:REMOVED]]
     if len(wrong) > REMOVED:
         lines.append(f"# and {len(wrong) - REMOVED:,} more: those that the findings name")

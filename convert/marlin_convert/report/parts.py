@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from marlin_convert.checks.findings import STRAY
 from marlin_convert.documents.checks import ReportedFinding
-from marlin_convert.documents.manifest import Manifest
+from marlin_convert.documents.manifest import Manifest, PipelineStage
 from marlin_convert.report.html import Content, Html, facts, html, section, table
 from marlin_convert.report.page import note, sentence
 
@@ -46,19 +46,29 @@ def _coordinate(value: int | str | None) -> str:
 
 def of_what(manifest: Manifest, *more: tuple[str, Content]) -> Html:
     """Facts of a folder."""
-    source, slots = manifest.source, manifest.parallel.slots
+    source, parallel = manifest.source, manifest.parallel
+    apart = f", attn-tp {parallel.attn_tp}" if parallel.attn_tp is not None else ""
+    stages = [("stages", "; ".join(map(_stage, parallel.stages)))] if parallel.stages else []
     named = f"{source.repo} at {source.revision}" if source.repo else "not named"
-    placed = [("experts", f"placed by a map in {slots:,} slots of each layer")] if slots else []
+    placed = (
+        [("experts", f"placed by a map in {parallel.slots:,} slots of each layer")] if parallel.slots else []
+    )
     return facts(
         *more,
         ("layout", manifest.layout_id),
-        ("split", f"tp {manifest.tp}, ep {manifest.ep}, attn-tp {manifest.parallel.attn_tp or manifest.tp}"),
-        ("split", f"tp {manifest.tp}, ep {manifest.ep}"),
+        ("split", f"tp {manifest.tp}, ep {manifest.ep}{apart}{f', pp {parallel.pp}' if stages else ''}"),
+        *stages,
         *placed,
         ("checked while converting", manifest.checks),
         ("source", f"{source.tensors:,} tensors, id {source.id}"),
         ("published as", named),
     )
+
+
+def _stage(stage: PipelineStage) -> str:
+    first, *more = stage.layers
+    layers = f"layers {first} to {more[-1]}" if more else f"layer {first}"
+    return ", ".join((layers, *stage.has))
 
 
 def is_part(manifest: Manifest) -> Html:
