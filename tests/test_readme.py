@@ -5,6 +5,7 @@ links to files.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import tomllib
@@ -22,6 +23,7 @@ from marlin_convert import errors
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.cli import cli, run
 from marlin_convert.cli.bench_kernel import HEADER
+from marlin_convert.documents import bounds
 from marlin_convert.documents.expert_map import ExpertMap
 from marlin_convert.planning.output_plan import Options, OutputPlan, plan_output
 
@@ -261,6 +263,32 @@ def test_the_bytes_that_engines_are_told(full_plan: Callable[[int, int], OutputP
         "experts of a rank": [str(plan.experts // plan.topology.ep) for plan in plans],
         "a MoE layer's file": [f"{plan.units[1].file_size / 1e9:.3f} GB" for plan in plans],
     }
+
+
+def keys(schema: object) -> Iterator[str]:
+    """All that are defined anywhere in a schema."""
+    if isinstance(schema, dict):
+        yield from schema.get("properties", {})
+        for each in schema.values():
+            yield from keys(each)
+    elif isinstance(schema, list):
+        for each in schema:
+            yield from keys(each)
+
+
+@pytest.mark.parametrize("name", ["manifest", "experts", "index"])
+def test_the_format_page_says_every_key(name: str) -> None:
+    """Constants of a model on the page for engines."""
+    pages = "".join((ROOT / "schemas" / page).read_text() for page in ("README.md", "ENGINES.md"))
+    schema = json.loads((ROOT / "schemas" / f"{name}.schema.json").read_text())
+    assert {key for key in keys(schema) if not re.search(rf"\b{key}\b", pages)} == set()
+
+
+def test_the_bounds_on_the_format_page() -> None:
+    said = set(re.findall(r"\d[\d,]+\d", section(ROOT / "schemas" / "README.md", "Bounds")))
+    names = ("CONFIG", "INDEX", "HEADER", "HEADERS", "MAX_TENSORS", "MANIFEST", "MAX_STORED", "MAX_PLACED")
+    more = ("MAX_SLOTS", "EXPERT_MAP", "PROVENANCE", "LISTED", "MAX_MARKS")
+    assert {f"{getattr(bounds, name):,}" for name in (*names, *more)} <= said
 
 
 def test_the_hours(full_plan: Callable[[int, int], OutputPlan], full_size: Source) -> None:
