@@ -8,7 +8,7 @@ from typing import Any
 from marlin_convert.errors import MachineError, UsageError
 
 #: package -> extra of this project
-EXTRAS = {"torch": "torch", "matplotlib": "report"}
+EXTRAS = {"torch": "torch", "matplotlib": "report", "ray": "ray"}
 
 
 def installed(module: str) -> bool:

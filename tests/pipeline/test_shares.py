@@ -124,7 +124,7 @@ def test_what_does_not_go_with_it(tiny: Checkpoint, tmp_path: Path, command: Com
     code, _, stderr = command(*line, "--overwrite", "--yes")
     assert (code, "--overwrite does not go with --shard" in stderr) == (2, True)
     code, _, stderr = command(*line, "--dry-run")
-    assert (code, "leave --shard away" in stderr) == (2, True)
+    assert (code, "leave --shard and --engine away" in stderr) == (2, True)
     assert not (tmp_path / "out").exists()
 
 

@@ -68,8 +68,9 @@ def command(
     begin = time.monotonic()
     what["hub"] = HubOptions(revision, token, cache_dir, local_dir, free_source, max_workers)
     if dry_run:
-        if what.pop("shard") is not None:
-            raise click.UsageError("--dry-run shows the whole conversion: leave --shard away")
+        spread = [what.pop(name) for name in ("shard", "engine", "ray_address")]
+        if spread != [None, "local", None]:
+            raise click.UsageError("--dry-run shows the whole conversion: leave --shard and --engine away")
         from marlin_convert.cli.plan import show
         from marlin_convert.pipeline.preview import plan
 

@@ -30,7 +30,7 @@ PROOF = {
 
 
 def run_options(function: F) -> F:
-    """--verify --overwrite --yes --shard."""
+    """--verify --overwrite --yes --shard --engine --ray-address."""
     for option in reversed(
         (
             click.option(
@@ -56,6 +56,18 @@ def run_options(function: F) -> F:
                 "--shard",
                 metavar="I/N",
                 help="Make only the share I, from 0, of N that run at the same time or one after the other.",
+            ),
+            click.option(
+                "--engine",
+                type=click.Choice(["local", "ray"]),
+                default="local",
+                show_default=True,
+                help="ray: a task of a Ray cluster makes each unit, with --threads and --memory of its own.",
+            ),
+            click.option(
+                "--ray-address",
+                metavar="ADDR",
+                help="The cluster [default: RAY_ADDRESS, else one of this machine alone].",
             ),
         )
     ):

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from secrets import token_hex
+from typing import Protocol
 
 from marlin_convert.checkpoint.fetcher import Fetcher
 from marlin_convert.documents.manifest import read_manifest
@@ -61,10 +62,23 @@ class Converted:
     waiting: tuple[int, ...] = ()
 
 
+class Engine(Protocol):
+    """Makes units on other machines."""
+
+    def make(
+        self,
+        maker: Maker,
+        left: Sequence[OutputUnit],
+        made: Callable[[FinishedUnit], None],
+        progress: Progress | None,
+    ) -> None:
+        """See `Maker.make`, what it raises included."""
+
+
 @dataclass
 class Conversion:
     """One run: look, lock, prepare, make what is left, finish. Of several that make a `share` each, the one
-    that ends last finishes.
+    that ends last finishes. An `engine` makes the units elsewhere than in this process.
     """
 
     target: Target
@@ -72,6 +86,7 @@ class Conversion:
     budget: Budget
     progress: Progress | None
     share: Share | None = None
+    engine: Engine | None = None
 
     @staticmethod
     def of(
@@ -103,7 +118,8 @@ class Conversion:
         """Do what is left to do in OUT. Raises what `convert` raises."""
         target, out = self.target, self.target.out
         self._decide()  # a refusal leaves no trace
-        kernel = kernel_check(target) if self.request.verify == "kernel" else None
+        here = self.engine is None
+        kernel = kernel_check(target) if self.request.verify == "kernel" and here else None
         with machine_errors(f"creating {out}"):
             make_path(out)
         with locked(out, shared=self.share is not None):
@@ -116,7 +132,10 @@ class Conversion:
                 left, fetcher = self._begin(decision, fetch_progress)
             if fetcher is not None and (left or self.share is None):
                 maker = Maker(target, self.request.stamps, self.budget, decision.checks, kernel, self.stages)
-                maker.make(left, fetcher, self._made, self.progress)
+                if self.engine is None:
+                    maker.make(left, fetcher, self._made, self.progress)
+                else:
+                    self.engine.make(maker, left, self._made, self.progress)
             with self._alone():
                 waiting = self._end(decision)
         made = sum(unit.file_size * len(unit.ranks) for unit in left)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from marlin_convert.arguments import refuse_odd
 from marlin_convert.errors import OutputError, UsageError
 from marlin_convert.pipeline.conversion import Confirm, Conversion, Converted
-from marlin_convert.pipeline.run import request_of, share_of
+from marlin_convert.pipeline.remote import Origin
+from marlin_convert.pipeline.run import request_of
+from marlin_convert.pipeline.spread import Spread
 from marlin_convert.planning.needs import source_tensors
 from marlin_convert.planning.output_plan import Options, OutputPlan, plan_output
 from marlin_convert.progress import Progress
@@ -39,6 +40,8 @@ def reshard(
     progress: Progress | None = None,
     confirm: Confirm | None = None,
     shard: str | None = None,
+    engine: str | None = None,
+    ray_address: str | None = None,
 ) -> Converted:
     """Make of the converted folder OUT the folder that `convert` makes of its source with these options, byte
     for byte but for provenance.json, without the source. Run again, it continues; so does `convert`, and it
@@ -50,8 +53,8 @@ def reshard(
     Raises UsageError for options that conflict with each other, with what NEW holds or with what OUT does not
     hold, such as layers that were not converted; OutputError where OUT is damaged; MachineError.
     """
-    refuse_odd(threads=threads, memory=memory, places={"out": out, "new": new})
-    share = share_of(shard, overwrite)
+    refuse_odd(places={"out": out, "new": new})
+    spread = Spread.of((shard, engine, ray_address), threads, memory, overwrite)
     if verify == "kernel":
         raise UsageError(
             "--verify kernel compares with the checkpoint's own files, which are not here; reshard, then run"
@@ -66,7 +69,8 @@ def reshard(
         _refuse_lost(store, plan)
     request = request_of(source, plan, Path(new), verify, overwrite)
     conversion = Conversion.of(request, threads, memory, direct_io, progress)
-    return replace(conversion, share=share).run(None, confirm)
+    origin = Origin(os.path.abspath(out), options, converted=True)
+    return spread.over(conversion, origin).run(None, confirm)
 
 
 def _refuse_lost(store: ConvertedStore, plan: OutputPlan) -> None:

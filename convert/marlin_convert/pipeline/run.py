@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from marlin_convert.arguments import refuse_odd
 from marlin_convert.checkpoint.hub_files import HubOptions
 from marlin_convert.checkpoint.identify import identify, stamps
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.errors import UsageError
 from marlin_convert.pipeline.conversion import Confirm, Conversion, Converted
 from marlin_convert.pipeline.opening import open_and_plan
+from marlin_convert.pipeline.remote import Origin
 from marlin_convert.pipeline.resume import CHECKS, Request
-from marlin_convert.pipeline.shares import Share
+from marlin_convert.pipeline.spread import Spread
 from marlin_convert.pipeline.target import Target
 from marlin_convert.planning.output_plan import Options, OutputPlan
 from marlin_convert.progress import Progress
@@ -43,6 +42,8 @@ def convert(
     fetch_progress: Progress | None = None,
     confirm: Confirm | None = None,
     shard: str | None = None,
+    engine: str | None = None,
+    ray_address: str | None = None,
 ) -> Converted:
     """Convert a checkpoint, a folder or a repository `org/name`; run again, it continues.
 
@@ -58,30 +59,18 @@ def convert(
     is read and kept. `overwrite` keeps what the same conversion has made and removes any other one, where
     `confirm(files)` agrees or is not given: then nobody is asked. `shard` "I/N" makes the Ith share, from 0,
     of N, which may run at the same time on machines that have SOURCE and OUT in common; who ends last
-    finishes OUT.
+    finishes OUT. `engine` "ray" has a task of a Ray cluster make each unit, with `threads` and `memory` of
+    its own; `ray_address` as Ray takes it (None: what RAY_ADDRESS names, else a cluster of this machine).
 
     Raises UsageError for options that conflict with each other or with what OUT holds; SourceError for a
     source that is not what it should be; MachineError where disk or machine failed.
     """
-    refuse_odd(threads=threads, memory=memory)
-    share = share_of(shard, overwrite)
+    spread = Spread.of((shard, engine, ray_address), threads, memory, overwrite)
     options = Options.of((tp, ep, attn_tp, pp), layers, ranks, layout, expert_map)
     opened, plan = open_and_plan(source, out, options, hub, overwrite)
     request = request_of(opened, plan, Path(out), verify, overwrite)
     conversion = Conversion.of(request, threads, memory, direct_io, progress)
-    return replace(conversion, share=share).run(fetch_progress, confirm)
-
-
-def share_of(shard: str | None, overwrite: bool) -> Share | None:
-    """The share that is asked for. Raises UsageError."""
-    if shard is None:
-        return None
-    if overwrite:
-        raise UsageError(
-            "--overwrite does not go with --shard: it would remove what the other shares make; remove the old"
-            " conversion first"
-        )
-    return Share.of(shard)
+    return spread.over(conversion, Origin.of(source, opened, options, hub)).run(fetch_progress, confirm)
 
 
 def request_of(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
@@ -35,6 +35,13 @@ class Stages:
         with self._lock:
             self.seconds[stage] += elapsed
             self.bytes[stage] += size
+
+    def add(self, times: Mapping[str, Stage]) -> None:
+        """Count what another process has done."""
+        with self._lock:
+            for stage, time_ in times.items():
+                self.seconds[stage] += time_.seconds
+                self.bytes[stage] += time_.bytes
 
     def times(self, digits: int | None = None) -> dict[str, Stage]:
         """As documents have them; seconds rounded where `digits` says so."""
