@@ -110,7 +110,7 @@ def test_every_mistake_is_caught_and_named(
 
 @pytest.mark.parametrize("matrix", ["w13", "w2"])
 def test_every_mistake_is_caught_when_the_source_is_gone(
-    converted: Converted, tmp_path: Path, matrix: str
+    converted: Converted, small: Checkpoint, tmp_path: Path, matrix: str
 ) -> None:
     """The originals are then restored from the spoiled bytes, so it is the kept digests that tell."""
     whole = converted(4)
@@ -122,7 +122,30 @@ def test_every_mistake_is_caught_when_the_source_is_gone(
         assert {finding.layer for finding in report.findings} == {LAYER}
         allowed = {"gate_proj", "up_proj"} if matrix == "w13" else {"down_proj"}
         assert {finding.projection for finding in report.findings} <= allowed, mistake
-        assert all("is not what the source had" in finding.what for finding in report.findings)
+        assert all(
+            f.what.endswith(
+                " is not what the source had; on which rank, `verify` tells, and in any case"
+                " `verify --source`"
+            )
+            for f in report.findings
+        )
+        assert {(f.path, f.rank) for f in report.findings} == {
+            (f"rank-*/layer-{LAYER:03d}.safetensors", None)
+        }
+        # as it is said: of bytes without their digest, and with the source where that was made anew
+        for given in (None, str(small.folder)):
+            assert {f.rank for f in verify(out, given).findings if f.expert is not None} == {2}, mistake
+            trees.reseal(out)
+
+
+def test_where_one_rank_has_an_expert_it_is_named_when_the_source_is_gone(
+    converted: Converted, tmp_path: Path
+) -> None:
+    out = shutil.copytree(converted(4, 4), tmp_path / "out")
+    plant(out, "one nibble", LAYER, 2, 2)
+    (finding,) = check(out).findings
+    assert (finding.path, finding.rank) == (f"rank-02-of-04/layer-{LAYER:03d}.safetensors", 2)
+    assert finding.what.endswith(" is not what the source had")
 
 
 @pytest.mark.parametrize("matrix", ["w13", "w2"])

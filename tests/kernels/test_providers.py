@@ -7,12 +7,13 @@ import subprocess
 import sys
 import types
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from marlin_convert.errors import UsageError
+from marlin_convert.errors import MachineError, UsageError
 from marlin_convert.kernels.gemm_call import Alignment, GemmCall, Matrix, ReduceFlags
 from marlin_convert.kernels.providers import (
     CANDIDATES,
@@ -203,6 +204,24 @@ def test_a_kernel_that_cannot_be_compiled_is_no_internal_error(fake_gpu: pytest.
         errors.append(None)
         provider.gemm(_call())
     assert seen == [True, False] * 3
+
+
+def test_a_cut_module_is_named_before_it_is_loaded(fake_gpu: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Loading it would end the process without a word."""
+    called: list[str] = []
+    _install_sglang(
+        fake_gpu, "sglang.kernels", lambda *a, **k: called.append("gemm"), lambda *a: called.append("repack")
+    )
+    fake_gpu.setenv("TVM_FFI_CACHE_DIR", str(tmp_path))
+    module = tmp_path / "sgl_kernel_jit_moe_wna16_marlin_bf16_0__arch_9.0a" / "sgl_kernel_jit_moe_wna16.so"
+    module.parent.mkdir()
+    module.write_bytes(b"\x7fELF")
+    provider = load()
+    with pytest.raises(MachineError, match=f"{module} has 4 bytes, "):
+        provider.gemm(_call())
+    with pytest.raises(MachineError, match=f"remove the folder {module.parent}"):
+        provider.repack(torch.zeros(2, 64, dtype=torch.int32), None, 16, 64, 4)
+    assert called == []
 
 
 def test_the_flat_op_takes_the_type_as_a_number(fake_gpu: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,10 @@ def originals_from_source(source: Source, files: LayerFiles) -> Originals:
     return read
 
 
+#: who names the rank: always with the source, without it where bytes do not have their digest
+ON_WHICH = "; on which rank, `verify` tells, and in any case `verify --source`"
+
+
 def originals_restored(
     files: LayerFiles, digests: Mapping[str, bytes], report: Callable[[Finding], None]
 ) -> Originals:
@@ -99,7 +103,8 @@ def originals_restored(
         return [restore(stored, ranks, experts, i) for i in range(len(experts))]
 
     def restore(stored: list[dict[str, Bytes]], ranks: range, experts: list[int], i: int) -> Original:
-        expert, path = experts[i], on_some_rank(files.path(ranks[0]))
+        expert, only = experts[i], ranks[0] if len(ranks) == 1 else None
+        path = files.path(ranks[0]) if only is not None else on_some_rank(files.path(ranks[0]))
         slices = [{name: data.reshape(len(experts), -1)[i] for name, data in each.items()} for each in stored]
         matrices, dirty = assemble_expert(files.layout, files.shape, slices)
         for index, projections in dirty.items():
@@ -108,11 +113,9 @@ def originals_restored(
                 report(Finding(files.path(rank), what, files.layer, expert, projection, rank))
         for (projection, role), matrix in matrices.items():
             if digests.get(f"{files.prefix}.{expert}.{projection}.{role}") != digest(matrix):
-                what = (
-                    f"{role}, restored from all ranks, is not what the source had; `marlin-convert verify`"
-                    " says on which rank"
-                )
-                report(Finding(path, what, files.layer, expert, projection))
+                what = f"{role}, restored from the shards, is not what the source had"
+                what += ON_WHICH if only is None else ""
+                report(Finding(path, what, files.layer, expert, projection, only))
         return {
             projection: _matrix(files.shape, projection, *(matrices[projection, role] for role in Role))
             for projection in PROJECTIONS
