@@ -221,7 +221,8 @@ def test_a_kernel_that_does_not_run_stops_convert_before_it_writes(
         raise KernelUnavailableError("the kernel could not be compiled: there is no nvcc")
 
     monkeypatch.setattr(ReferenceProvider, "gemm", gemm)
-    monkeypatch.setattr("marlin_convert.pipeline.run.kernel_check", partial(kernel_check, device="cpu"))
+    on_the_cpu = partial(kernel_check, device="cpu")
+    monkeypatch.setattr("marlin_convert.pipeline.conversion.kernel_check", on_the_cpu)
     code, stdout, said = command("convert", small.folder, tmp_path / "out", "--tp", 4, "--verify", "kernel")
     assert (code, stdout) == (4, "")
     assert "error: the kernel could not be compiled: there is no nvcc" in said
