@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -260,3 +263,81 @@ def test_it_continues_without_the_folder_of_its_records(source: Path, begun: Pat
     shutil.rmtree(begun / ".work" / "units")
     assert convert(source, begun, tp=2).action == "continue"
     assert verify(begun)
+
+
+def _a_folder(path: Path) -> None:
+    path.mkdir()
+    (path / "notes").write_text("mine")
+
+
+def _a_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _a_link(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+@pytest.mark.parametrize("put", [_a_folder, _a_pipe, _a_link])
+@pytest.mark.parametrize("name", ["digests.bin", "source/digests.bin", "source/headers/{}.gz", "LICENSE"])
+@pytest.mark.parametrize("state", ["finished", "mended", "begun"])
+def test_something_of_another_kind_in_the_place_of_a_document(
+    source: Path,
+    out: Path,
+    begun: Path,
+    state: str,
+    name: str,
+    put: Callable[[Path], None],
+) -> None:
+    """It is named, and neither replaced nor the reason for an error of the system."""
+    place = begun if state == "begun" else out
+    undisturbed = trees.tree(out)
+    path = place / name.format(min(source.glob("*.safetensors")).name)
+    if state == "mended":
+        (out / SHARD).unlink()
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    put(path)
+    before = path.lstat()
+    with pytest.raises(UsageError, match=rf"{re.escape(str(path))} was edited or damaged .* move it away"):
+        convert(source, place, tp=2)
+    assert os.path.samestat(before, path.lstat())
+    path.rename(place.parent / "away")
+    convert(source, place, tp=2, overwrite=state != "begun")
+    assert trees.tree(place) == undisturbed
+
+
+def test_a_folder_in_the_place_of_a_record_is_named(source: Path, begun: Path) -> None:
+    _a_folder(place := begun / ".work" / "units" / "layer-000.json")
+    with pytest.raises(MachineError, match=rf"move {re.escape(str(place))} away, then run the same"):
+        convert(source, begun, tp=2)
+    shutil.rmtree(place)
+    convert(source, begun, tp=2)
+    assert verify(begun)
+
+
+@pytest.mark.parametrize("name", ["LICENSE", "rank-01-of-02/experts.json", "rank-01-of-02/manifest.json"])
+@pytest.mark.parametrize("how", ["lost", "damaged", "half removed"])
+def test_what_was_edited_is_not_removed_where_the_manifest_is_lost(
+    source: Path, other: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch, how: str, name: str
+) -> None:
+    """The manifests of ranks tell what was written, and of these their own digest."""
+    if how == "half removed":
+        _break_off(monkeypatch, [3])
+        with pytest.raises(MachineError, match="clearing"):
+            convert(other.folder, out, tp=2, overwrite=True)
+        monkeypatch.undo()
+        assert not (out / "manifest.json").exists()
+    elif how == "lost":
+        (out / "manifest.json").unlink()
+    else:
+        (out / "manifest.json").write_bytes((out / "manifest.json").read_bytes()[:1000])
+    (out / name).write_text("mine")
+    before = everything(out)
+    for checkpoint in (source, other.folder):
+        with pytest.raises(UsageError, match=rf"{name} was edited or damaged .* move it away"):
+            convert(checkpoint, out, tp=2, overwrite=True)
+        assert everything(out) == before
+    (out / name).unlink()
+    convert(other.folder, out, tp=2, overwrite=True)
+    assert verify(out)

@@ -16,7 +16,15 @@ from pathlib import Path, PurePath
 
 from marlin_convert.documents.manifest import Manifest, read_manifest
 from marlin_convert.errors import ConvertError, OutputError, UsageError
-from marlin_convert.pipeline.ours import FOLDERS, IN_WORK, OWN, UNTIL_WHOLE, is_own, refuse_no_shard
+from marlin_convert.pipeline.ours import (
+    FOLDERS,
+    IN_WORK,
+    OWN,
+    UNTIL_WHOLE,
+    is_own,
+    is_rank_manifest,
+    refuse_no_shard,
+)
 from marlin_convert.pipeline.work_folder import LOCK, REMOVING, TURN, WORK, WorkFolder
 from marlin_convert.planning.output_plan import OutputPlan, OutputUnit
 from marlin_convert.shards.kept_source import DIGESTS
@@ -30,7 +38,8 @@ HELD = (Path(WORK) / LOCK, Path(WORK) / TURN)
 
 
 def removable(out: Path, copied: Iterable[str]) -> list[Path]:
-    """Every file of the conversion in OUT, relative to it, the manifest first.
+    """Every file of the conversion in OUT, relative to it, the manifest first and those of ranks last: where
+    a removal breaks off, they tell which documents were edited before it goes on.
 
     `copied` are the names of the small files that a conversion of this source copies: what else could tell
     them, where there is no list of what is in OUT. Raises UsageError where OUT holds anything that no
@@ -53,7 +62,7 @@ def removable(out: Path, copied: Iterable[str]) -> list[Path]:
             f"{out} holds {count(len(foreign), 'file')} not of a conversion, such as {foreign[0]}; move them"
             " away, then use --overwrite"
         )
-    return sorted(files, key=lambda path: (path != Path("manifest.json"), path))
+    return sorted(files, key=lambda path: (path != Path("manifest.json"), is_rank_manifest(str(path)), path))
 
 
 def clear_output(out: Path, copied: Iterable[str]) -> None:

@@ -34,7 +34,7 @@ from marlin_convert.pipeline.stages import Stages
 from marlin_convert.pipeline.target import Target
 from marlin_convert.pipeline.work_folder import WORK, WorkFolder
 from marlin_convert.planning.output_plan import OutputPlan, OutputUnit
-from marlin_convert.shards.kept_source import may_be_edited
+from marlin_convert.shards.kept_source import may_be_theirs
 from marlin_convert.storage.files import digest, file_digest, machine_errors, write_atomic, write_documents
 from marlin_convert.storage.shard_file import FORMAT, format_version
 from marlin_convert.threads import Workers
@@ -75,13 +75,14 @@ def _refuse_edited(out: Path, documents: Mapping[str, bytes]) -> list[str]:
     outdated = [path for path in before.keys() - documents.keys() if os.path.lexists(out / path)]
     theirs = []
     for path in (*documents, *outdated):
-        if not os.path.lexists(out / path) or not may_be_edited(path):
+        if not may_be_theirs(out, path):
             continue
         if path == PROVENANCE:  # it has the time of its run
             known = is_written_provenance(out)
         else:
-            wanted = digest(documents[path]).hex() if path in documents else None
-            known = _digest_of(out / path) in (wanted, before.get(path))
+            ours = [digest(documents[path]).hex()] if path in documents else []
+            ours += [before[path]] if path in before else []
+            known = _digest_of(out / path) in ours
         if not known:
             theirs.append(path)
     if theirs:

@@ -54,9 +54,21 @@ FOLDERS = re.compile(
     | {_WORK} (?: / (?: units | documents | {BEFORE} | staging (?: /{_PART} )? {_CACHE} ) )?
     """
 )
+_RANK_MANIFEST = re.compile(rf"(?x) {_STAGE} rank-\d+-of-\d+ / manifest\.json")
 _WHOLE = re.compile(f"(?x) {UNTIL_WHOLE} $")
 #: what is in such a file of ours
 SIGNS = {"README.md": b"Made by marlin-convert from ", "config.json": b'"quant_method": "marlin-convert"'}
+
+
+def is_rank_manifest(path: str) -> bool:
+    """Whether that is the path of a rank's manifest in OUT."""
+    return _RANK_MANIFEST.fullmatch(path) is not None
+
+
+def rank_manifests(out: Path) -> list[str]:
+    """The manifests of ranks in OUT, relative to it: what tells of its documents where there is no other."""
+    found = [path for form in ("", "stage-*/") for path in out.glob(f"{form}rank-*/manifest.json")]
+    return sorted(filter(is_rank_manifest, (path.relative_to(out).as_posix() for path in found)))
 
 
 def is_own(out: Path, path: Path, listed: Set[str] | None, named: Set[str]) -> bool:

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from marlin_convert.checkpoint.source import Source
-from marlin_convert.documents.manifest import Manifest, read_manifest
+from marlin_convert.documents.manifest import Manifest, parse_manifest, read_manifest, sealed_manifest
 from marlin_convert.documents.provenance import NAME as PROVENANCE
 from marlin_convert.documents.provenance import is_as_written
 from marlin_convert.documents.records import JobRecord
-from marlin_convert.errors import ConvertError, UsageError
+from marlin_convert.errors import ConvertError, OutputError, UsageError
+from marlin_convert.pipeline.ours import rank_manifests
 from marlin_convert.pipeline.work_folder import LOCK, REMOVING, TURN, WORK, WorkFolder, is_marked
 from marlin_convert.shards.inspect import lost_shards
-from marlin_convert.shards.kept_source import may_be_edited, recorded_digests, sound_bytes
+from marlin_convert.shards.kept_source import may_be_theirs, recorded_digests, sound_bytes
 from marlin_convert.storage.files import machine_errors
 
 
@@ -32,7 +33,7 @@ class OutState:
     damaged: ConvertError | None = None
     missing: frozenset[str] = frozenset()
     edited: tuple[str, ...] = ()
-    #: the same of one that is being mended, whose manifest is set aside
+    #: the same of one that has no manifest, or a damaged one
     edited_since: tuple[str, ...] = ()
     any_record: bool = False
     keeps_digests: bool = False
@@ -63,13 +64,13 @@ def observe(out: Path, source: Source | None) -> OutState:
         if not removing and ours and (out / "manifest.json").exists():
             manifest = read_manifest(out)
         job = work.job() if begun and not removing else None
-        before = work.before() if begun and not removing else None
+        before = work.before() if begun else None
     except ConvertError as error:
         damaged = error
     remains = removing or (not ours and is_marked(out / PROVENANCE))
     lost = frozenset() if manifest is None else lost_shards(out, manifest)
     gone, edited = ([], []) if manifest is None else _documents(out, manifest)
-    since = [] if before is None else _documents(out, before)[1]
+    since = [] if manifest is not None else _edited_since(out, before)
     return OutState(
         out,
         manifest,
@@ -103,11 +104,26 @@ def _documents(out: Path, manifest: Manifest) -> tuple[list[str], list[str]]:
     for file in manifest.files:
         with machine_errors(f"reading {out / file.path}"):
             if sound_bytes(out, manifest, file.path) is None:
-                theirs = os.path.lexists(out / file.path) and may_be_edited(file.path)
-                (edited if theirs else gone).append(file.path)
+                (edited if may_be_theirs(out, file.path) else gone).append(file.path)
     if not is_written_provenance(out):
         edited.append(PROVENANCE)
     return gone, edited
+
+
+def _edited_since(out: Path, before: Manifest | None) -> list[str]:
+    """Documents of a conversion without a manifest that have other bytes than were written: as the manifest
+    that is set aside while it is being mended has them, else the manifests of ranks.
+    """
+    known, edited = [] if before is None else [before], list[str]()
+    if before is None:
+        for path in rank_manifests(out):
+            try:
+                known.append(parse_manifest(sealed_manifest((out / path).parent), out / path))
+            except OutputError:
+                edited.append(path)
+    for manifest in known:
+        edited += _documents(out, manifest)[1]
+    return list(dict.fromkeys(edited))
 
 
 def is_written_provenance(out: Path) -> bool:

@@ -5,6 +5,7 @@ output exact without the source.
 from __future__ import annotations
 
 import errno
+import os
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,9 +71,9 @@ def recorded_digests(out: Path, source: Source) -> dict[str, tuple[bytes, str]]:
     except OutputError:
         return {}
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.EFBIG):
-            return {}
-        raise
+        if error.errno in (errno.EACCES, errno.EPERM):
+            raise
+        return {}
     return {name: (value, source.tensors[name].file) for name, value in digests.items() if value != ZEROS}
 
 
@@ -99,6 +100,14 @@ def listed_bytes(out: Path, manifest: Manifest, name: str) -> bytes:
 def may_be_edited(name: str) -> bool:
     """Whether a listed file is one that people write in: all but digests and packed headers."""
     return name not in ("digests.bin", DIGESTS) and not name.startswith(HEADERS)
+
+
+def may_be_theirs(out: Path, name: str) -> bool:
+    """Whether what has the name of a listed file in OUT, and is not what was written, may be somebody's: any
+    file that people write in, and a folder, a pipe or a link to nowhere in the place of another one.
+    """
+    path = out / name
+    return os.path.lexists(path) and (may_be_edited(name) or not path.is_file())
 
 
 def unpacked(packed: bytes, most: int) -> bytes:

@@ -241,6 +241,7 @@ def machine_errors(what: str) -> Iterator[None]:
 
 def machine_error(what: str, error: OSError) -> ConvertError:
     """The MachineError of an OSError."""
+    place = error.filename2 or error.filename or "the folder that is in the place of a file"
     advice = {
         errno.ENOSPC: "free some space",
         errno.EDQUOT: "free some of your quota",
@@ -249,6 +250,7 @@ def machine_error(what: str, error: OSError) -> ConvertError:
         errno.EROFS: "choose a place that can be written",
         errno.EMFILE: "raise the limit of open files (ulimit -n) or give fewer --threads",
         errno.ENOMEM: "give a smaller --memory or fewer --threads",
+        errno.EISDIR: f"move {place} away",
     }.get(error.errno or 0, "check the disk")
     return MachineError(f"{what}: {error.strerror or error}; {advice}, then run the same command again")
 
