@@ -114,3 +114,14 @@ def test_nothing_is_removed_where_the_question_cannot_be_shown(
     done = run(redirect, "convert", tiny.folder, copied, "--tp", 4, "--overwrite")
     assert done.returncode == 2
     assert trees.tree(copied, without=()) == before
+
+
+def test_what_a_library_prints_is_aside(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ray tells of a lost node on stdout, in colours, with pages of its state behind it."""
+    from marlin_convert.cli import streams
+
+    with streams.aside():
+        print("\x1b[33m(raylet)\x1b[0m A node has gone.\n[state-dump] 1\n\n(raylet) A node has gone.")
+        print("no end", end="")
+    print("the result")
+    assert capsys.readouterr() == ("the result\n", "note: (raylet) A node has gone.\n")

@@ -290,8 +290,8 @@ def test_records_hold_what_the_manifest_merges(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The record of a unit, before it goes: digests that are those of the files."""
+    from marlin_convert.documents.records import WORK
     from marlin_convert.pipeline import conversion as pipeline
-    from marlin_convert.pipeline.work_folder import WORK
 
     kept = tmp_path / "kept"
     monkeypatch.setattr(pipeline, "remove_work", lambda out: shutil.move(out / WORK, kept))

@@ -20,7 +20,7 @@ import trees
 from checkpoints import Checkpoint
 from forks import Forks
 from marlin_convert import UsageError, convert, reshard, verify
-from marlin_convert.pipeline.shares import Share, said, split_evenly
+from marlin_convert.shares import Share, said, split_evenly
 
 Command = Callable[..., tuple[int, str, str]]
 COMMAND = [sys.executable, "-m", "marlin_convert"]
@@ -163,6 +163,27 @@ def test_reshard_in_shares(tiny: Checkpoint, tiny_tp2: Path, tmp_path: Path) -> 
         reshard(tiny_tp2, new, tp=4, ep=2, shard=f"{index}/3")
     convert(tiny.folder, direct, tp=4, ep=2)
     assert trees.tree(new) == trees.tree(direct)
+
+
+def test_verify_in_shares(copied: Path, command: Command) -> None:
+    """Each share has its own verdict; together they have looked at everything once."""
+    whole = verify(copied)
+    shares = [verify(copied, shard=f"{index}/3") for index in range(3)]
+    assert [each.ok for each in shares] == [True] * 3
+    assert sum(each.proven for each in shares) == whole.proven
+    assert [name for each in shares for name in each.units] == list(whole.units)
+    path = copied / "rank-01-of-02" / "layer-002.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-5000] ^= 4
+    path.write_bytes(data)
+    found = [verify(copied, shard=f"{index}/3") for index in range(3)]
+    assert sum(not each.ok for each in found) == 1
+    (wrong,) = (each for each in found if not each.ok)
+    assert {finding.path for finding in wrong.findings} == {"rank-01-of-02/layer-002.safetensors"}
+    code, stdout, _ = command("verify", copied, "--shard", "7/8")
+    assert (code, "of the part that was asked for" in stdout) == (0, True)
+    code, _, stderr = command("verify", copied, "--shard", "7/8", "--kernel", "--device", "cpu")
+    assert (code, "leave --shard and --engine away" in stderr) == (2, True)
 
 
 def test_whole_runs_and_shares_keep_each_other_out(

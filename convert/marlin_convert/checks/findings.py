@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from marlin_convert.documents.checks import ReportedFinding, VerifyReport
 
@@ -57,6 +57,19 @@ class Verification:
     seconds: dict[str, float] = field(default_factory=dict)
     environment: dict[str, str | None] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the lock, to be brought from one process to another."""
+        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=Lock())
+
+    def merge(self, other: Verification) -> None:
+        """Add what another process has found of other units."""
+        self.add(*other.findings)
+        self.count(files=other.files, size=other.bytes, proven=other.proven, unproven=other.unproven)
+        self.units |= other.units
 
     @property
     def ok(self) -> bool:

@@ -4,12 +4,14 @@ that one machine has.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from marlin_convert.checks.split import Split
 from marlin_convert.documents.manifest import Manifest, Shard, Unit
 from marlin_convert.errors import UsageError
+from marlin_convert.shares import Share, split_evenly
 
 
 @dataclass(frozen=True)
@@ -26,9 +28,11 @@ class Part:
         layers: Sequence[int] | None,
         ranks: Sequence[int] | None,
         stages: Sequence[int] | None = None,
+        share: Share | None = None,
     ) -> Part:
         """Those of some layers (None: of all, with top and common/), some ranks and some pipeline stages
-        (None: of all). Raises UsageError for one that is not there.
+        (None: of all); of these the units of a `share`, by their bytes. Raises UsageError for one that is
+        not there.
         """
         on_ranks = set(subset("rank", ranks, manifest.ranks))
         of_layers = set(subset("layer", layers, manifest.layers))
@@ -44,6 +48,8 @@ class Part:
             for shard in manifest.shards
             if shard.unit in units and (shard.rank is None or shard.rank in on_ranks)
         )
+        if share is not None:
+            shards = _share_of(shards, share)
         every, looked_at = ({shard.folder for shard in each} for each in (manifest.shards, shards))
         return Part(manifest, shards, frozenset(every - looked_at))
 
@@ -70,6 +76,14 @@ class Part:
             owned = len({placed[slot] for slot in here})
         names = [*(name for origin in unit.tensors for name in origin.sources), *unit.checked]
         return sum(owned if "{expert}" in name else 1 for name in names)
+
+
+def _share_of(shards: Sequence[Shard], share: Share) -> tuple[Shard, ...]:
+    sizes = Counter[str]()
+    for shard in shards:
+        sizes[shard.unit] += shard.size
+    shares = dict(zip(sizes, split_evenly(list(sizes.values()), share.count), strict=True))
+    return tuple(shard for shard in shards if shares[shard.unit] == share.index)
 
 
 def subset(what: str, wanted: Sequence[int] | None, present: Sequence[int]) -> Sequence[int]:

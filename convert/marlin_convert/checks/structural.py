@@ -27,13 +27,14 @@ from marlin_convert.documents.engine_files import (
 from marlin_convert.documents.manifest import Manifest, Shard
 from marlin_convert.documents.provenance import NAME as PROVENANCE
 from marlin_convert.documents.provenance import is_as_written
+from marlin_convert.documents.records import LOCK, TURN, WORK
 from marlin_convert.errors import OutputError
 from marlin_convert.models.quantization import rewritten
 from marlin_convert.shards.kept_source import DIGESTS, ZEROS, KeptSource
 from marlin_convert.storage.files import file_digest, read_small
 from marlin_convert.storage.shard_file import is_filler
 
-UNLISTED = frozenset({"manifest.json", PROVENANCE})
+UNLISTED = frozenset({"manifest.json", PROVENANCE, f"{WORK}/{LOCK}", f"{WORK}/{TURN}"})
 
 
 def check_listed_files(out: Path, part: Part, kept: KeptSource, report: Verification) -> None:

@@ -3,48 +3,37 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from marlin_convert.arguments import refuse_odd
-from marlin_convert.assemble import CHUNK, StoredSlice, read_rows
+from marlin_convert.checkpoint.source import Source
+from marlin_convert.checks.data import DataPass
 from marlin_convert.checks.derived import check_manifest
-from marlin_convert.checks.experts import ExpertCheck
-from marlin_convert.checks.findings import Finding, Verification
-from marlin_convert.checks.origins import expected_origin
+from marlin_convert.checks.findings import Verification
+from marlin_convert.checks.on_ray import DataJob, check_on_ray
 from marlin_convert.checks.part import Part
-from marlin_convert.checks.plain import PlainCheck
 from marlin_convert.checks.published import Published, open_same
 from marlin_convert.checks.rank_documents import check_rank_documents
 from marlin_convert.checks.shard_files import check_shard
 from marlin_convert.checks.split import Split
-from marlin_convert.checks.stored_layer import StoredLayer
 from marlin_convert.checks.structural import (
     check_coverage,
     check_documents,
     check_listed_files,
     check_small_files,
 )
-from marlin_convert.checks.tasks import Task, run_tasks
-from marlin_convert.checks.units import UnitVerification
-from marlin_convert.documents.manifest import Unit, read_manifest
+from marlin_convert.checks.tasks import run_tasks
+from marlin_convert.documents.manifest import read_manifest
 from marlin_convert.errors import OutputError, UsageError
-from marlin_convert.layout import get_layout, known_layouts, load_inverse
+from marlin_convert.layout import load_inverse
 from marlin_convert.progress import Progress
-from marlin_convert.shards.kept_source import DIGESTS, KeptSource, read_kept_source, sound_bytes
-from marlin_convert.storage.buffers import BufferPool
-from marlin_convert.storage.files import digest, machine_errors
-from marlin_convert.storage.reads import PieceReader
-from marlin_convert.storage.shard_file import is_filler
+from marlin_convert.shards.kept_source import DIGESTS, read_kept_source
+from marlin_convert.spread import Spread
+from marlin_convert.storage.files import machine_errors
 from marlin_convert.threads import start
 
-#: memory that checking a tensor takes that is streamed: a chunk as stored, joined, and of the source
-STREAMED = 3 * CHUNK
 REMAKE = "to mend it make it again: convert with --overwrite"
 
 
@@ -57,6 +46,9 @@ def verify(
     stages: Sequence[int] | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
+    shard: str | None = None,
+    engine: str | None = None,
+    ray_address: str | None = None,
 ) -> Verification:
     """Check a converted folder: structure, every digest, and that the inverse layout gives the source, every
     nibble and every scale.
@@ -64,18 +56,21 @@ def verify(
     Without `source` the digests kept in OUT stand for it; with it, the published files are read as well. Of
     `layers`, `ranks` and pipeline `stages` (None: all) alone the files are looked at, so the others need not
     be there; what of a tensor is on other ranks then comes from `source`, or counts as not proven.
+    `shard` "I/N" looks at the Ith share, from 0, of N of the units; `engine` "ray" has tasks of a Ray
+    cluster, of `threads` each, look at the data of a unit each; `ray_address` as in `convert`.
     `progress(point)` gets a `progress.Point` of stored bytes and may be called from any thread.
 
     Raises OutputError where OUT cannot be checked at all, SourceError where `source` is not the one OUT was
     made from, UsageError for a rank, layer or stage that is not there.
     """
     lists = {"layers": layers, "ranks": ranks, "stages": stages}
-    refuse_odd(threads=threads, lists=lists, places={"out": out, "source": source})
+    refuse_odd(lists=lists, places={"out": out, "source": source})
+    spread = Spread.of((shard, engine, ray_address), threads, None, False)
     folder = Path(out)
     if not folder.is_dir():
         raise UsageError(f"{out} is not a folder")
     manifest = read_manifest(folder)
-    part = Part.of(manifest, layers, ranks, stages)
+    part = Part.of(manifest, layers, ranks, stages, spread.share)
     report = Verification(with_source=source is not None, of_all=part.whole)
     begin = time.perf_counter()
     start(load_inverse, "load")
@@ -99,111 +94,21 @@ def verify(
                 f" --source; {REMAKE}"
             )
         read = time.perf_counter()
-        published = Published(kept, opened, sound, report)
-        tasks = list(_Data(folder, part, kept, split, published).tasks(good & right, report))
-        run_tasks(tasks, threads, progress)
+        if spread.engine == "ray":
+            readable, place = frozenset(good & right), str(folder.absolute())
+            job = DataJob(place, _origin(source, opened), part, sound, readable)
+            check_on_ray(job, spread, report, progress)
+        else:
+            published = Published(kept, opened, sound, report)
+            data = DataPass(folder, part, kept, split, published)
+            run_tasks(list(data.tasks(good & right, report)), threads, progress)
     end = time.perf_counter()
     report.seconds = {"documents and headers": read - begin, "tensors": end - read, "total": end - begin}
     return report
 
 
-class _Data:
-    """The pass over all tensor data of shards that are structurally sound."""
-
-    def __init__(self, out: Path, part: Part, kept: KeptSource, split: Split, published: Published) -> None:
-        self._part, self._manifest, self._kept, self._published = part, part.manifest, kept, published
-        self._split, manifest = split, part.manifest
-        self._reader = PieceReader(lambda path: out / path)
-        self._pool = BufferPool(sys.maxsize)  # there are only so many threads, chosen by memory
-        self._digests = sound_bytes(out, manifest, "digests.bin") or b""
-        if manifest.layout_id not in known_layouts():
-            raise OutputError(f"{out}: the layout {manifest.layout_id} is not one this program knows")
-
-    def tasks(self, good: set[str], report: Verification) -> Iterator[Task]:
-        """A task for each tensor and each expert; `good` are the paths of shards that may be read."""
-        for unit in self._manifest.units:
-            shards = self._part.of_unit(unit)
-            if not shards and not self._part.whole:
-                continue
-            part = UnitVerification(whole=report, unit=unit, shards=shards)
-            if not shards or any(shard.path not in good for shard in shards):
-                part.read = False
-                part.count(unproven=self._part.tensors(unit, self._split))
-                continue
-            for task in self._unit_tasks(part):
-                yield task._replace(check=partial(part.timed, task.check))
-
-    def _unit_tasks(self, part: UnitVerification) -> Iterator[Task]:
-        unit, shards = part.unit, part.shards
-        stored = [StoredSlice(shard, tensor) for shard in shards for tensor in shard.tensors]
-        yield from self._plain_tasks(unit, stored, len(shards), part)
-        yield from self._expert_tasks(unit, stored, part)
-        for item in stored:
-            if is_filler(item.tensor.name):
-                check = partial(self._check_filler, item, unit.layer, part)
-                yield Task(unit.name, item.tensor.size, item.tensor.size, check)
-
-    def _plain_tasks(
-        self, unit: Unit, stored: Sequence[StoredSlice], shards: int, report: Verification
-    ) -> Iterator[Task]:
-        check = PlainCheck(self._reader, self._published, report, self._split, unit.layer)
-        for origin in unit.tensors:
-            if origin.rule == "experts":
-                continue
-            if origin != expected_origin(origin.tensor, self._kept.model, self._split):
-                report.count(unproven=1)  # check_manifest has reported it; what it claims cannot be used
-                continue
-            held = [item for item in stored if item.tensor.name == origin.tensor]
-            if len(held) != shards:
-                what = f"{origin.tensor} is not in all shards of {unit.name}"
-                report.add(Finding("manifest.json", what, unit.layer))
-                continue
-            size = sum(item.tensor.size for item in held)
-            yield Task(unit.name, size, STREAMED, partial(check.check, origin, held))
-
-    def _expert_tasks(
-        self, unit: Unit, stored: Sequence[StoredSlice], report: UnitVerification
-    ) -> Iterator[Task]:
-        stacked = [origin.tensor for origin in unit.tensors if origin.rule == "experts"]
-        if not stacked or unit.layer is None:
-            return
-        split = self._split
-        prefix, layout = stacked[0].rpartition(".")[0], get_layout(self._manifest.layout_id)
-        held = {
-            (item.shard.rank, item.tensor.name.removeprefix(f"{prefix}.")): item
-            for item in stored
-            if item.tensor.name in stacked and item.shard.rank is not None
-        }
-        ranks = {rank for rank, _ in held}
-        shape = self._kept.model.expert_shape(split.moe_tp)
-        layer = StoredLayer(unit.layer, prefix, layout, shape, split, split.placed(unit), held, self._digests)
-        sound = [self._is_sound(layer, key, report) for key in held]
-        if all(sound):
-            check = ExpertCheck(self._pool, self._reader, self._published, report, layer)
-            owned = layer.owned()
-            size = sum(item.tensor.size for item in held.values()) // max(len(owned), 1)
-            # as stored, put together, and a copy to look closer at what is wrong
-            memory = 3 * shape.moe_tp * sum(item.row_bytes for item in held.values()) // max(len(ranks), 1)
-            for copies in owned:
-                yield Task(unit.name, size, memory, partial(check.check, copies))
-
-    def _is_sound(self, layer: StoredLayer, key: tuple[int, str], report: Verification) -> bool:
-        """Whether a stacked tensor has the shape of its experts; and its digest must be that of theirs."""
-        (rank, name), item = key, layer.held[key]
-        full, local = f"{layer.prefix}.{name}", self._split.local
-        expected = {t.name: (local, *t.shape) for t in layer.layout.stacked(layer.shape)}
-        if item.tensor.shape != expected.get(name) or item.tensor.experts is None:
-            what = f"{full} has the shape {list(item.tensor.shape)}, not that of its experts"
-            report.add(Finding(item.shard.path, what, layer.layer, rank=rank))
-            return False
-        at = item.tensor.experts
-        if self._digests and digest(self._digests[at : at + 16 * local]).hex() != item.tensor.digest:
-            what = f"{full}: its digest is not that of its experts' digests in digests.bin"
-            report.add(Finding(item.shard.path, what, layer.layer, rank=rank))
-        return True
-
-    def _check_filler(self, item: StoredSlice, layer: int | None, report: Verification) -> None:
-        data = read_rows(self._reader, item, 0, item.tensor.shape[0])
-        if data.any() or digest(np.ascontiguousarray(data)).hex() != item.tensor.digest:
-            what = f"the filler {item.tensor.name} is not all zeros"
-            report.add(Finding(item.shard.path, what, layer, rank=item.shard.rank))
+def _origin(source: str | os.PathLike[str] | None, opened: Source | None) -> str | None:
+    """How another machine opens the source: a folder by its full path."""
+    if source is None or opened is None or opened.folder is None:
+        return None if source is None else os.fspath(source)
+    return str(opened.folder.absolute())

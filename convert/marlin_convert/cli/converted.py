@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from marlin_convert.cli import output, streams
+from marlin_convert.cli.options import spread_options
 from marlin_convert.errors import UsageError
-from marlin_convert.pipeline.shares import Share, said
+from marlin_convert.shares import Share, said
 from marlin_convert.words import count, gigabytes
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ PROOF = {
 
 
 def run_options(function: F) -> F:
-    """--verify --overwrite --yes --shard --engine --ray-address."""
+    """--verify --overwrite --yes, and those of `spread_options`."""
     for option in reversed(
         (
             click.option(
@@ -52,27 +53,10 @@ def run_options(function: F) -> F:
                 ),
             ),
             click.option("--yes", is_flag=True, help="With --overwrite: remove without asking."),
-            click.option(
-                "--shard",
-                metavar="I/N",
-                help="Make only the share I, from 0, of N that run at the same time or one after the other.",
-            ),
-            click.option(
-                "--engine",
-                type=click.Choice(["local", "ray"]),
-                default="local",
-                show_default=True,
-                help="ray: a task of a Ray cluster makes each unit, with --threads and --memory of its own.",
-            ),
-            click.option(
-                "--ray-address",
-                metavar="ADDR",
-                help="The cluster [default: RAY_ADDRESS, else one of this machine alone].",
-            ),
         )
     ):
         function = option(function)
-    return function
+    return spread_options(function)
 
 
 def confirm(overwrite: bool, yes: bool) -> Confirm:

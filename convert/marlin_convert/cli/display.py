@@ -55,6 +55,7 @@ def progress(stopping: str = "", hub: bool = False) -> Iterator[Progress]:
         if not hub:  # of two displays one says what is of the whole run
             stack.enter_context(compiling.watched(compile_))
             stack.enter_context(announced(stopping))
+            stack.enter_context(streams.aside())
         try:
             yield show
         finally:

@@ -136,6 +136,33 @@ def machine_options(function: F) -> F:
     return function
 
 
+def spread_options(function: F) -> F:
+    """--shard --engine --ray-address, of what several machines can do."""
+    for option in reversed(
+        (
+            click.option(
+                "--shard",
+                metavar="I/N",
+                help="Do only the share I, from 0, of N that run at the same time or one after the other.",
+            ),
+            click.option(
+                "--engine",
+                type=click.Choice(["local", "ray"]),
+                default="local",
+                show_default=True,
+                help="ray: tasks of a Ray cluster do the work, with --threads and --memory of their own.",
+            ),
+            click.option(
+                "--ray-address",
+                metavar="ADDR",
+                help="The cluster [default: RAY_ADDRESS, else one of this machine alone].",
+            ),
+        )
+    ):
+        function = option(function)
+    return function
+
+
 def hub_options(function: F) -> F:
     """--revision --token --cache-dir, for what may be a repository."""
     for option in reversed(

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
+import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, TextIO
 
@@ -18,6 +22,10 @@ if TYPE_CHECKING:
 
 #: characters of an error that are printed
 MAX_LINE = 4000
+#: what terminals take for colours
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+#: how a line of Ray begins: (raylet), (autoscaler +5s)
+SAYS = re.compile(r"\([a-z]+[^()]*\)")
 _as_json = [False]
 
 
@@ -94,6 +102,34 @@ def _put(text: str) -> None:
         click.echo(text, err=True)
     except (OSError, ValueError):
         _forget(sys.stderr)
+
+
+class _Aside(io.TextIOBase):
+    """In the place of stdout: a line that says who says it becomes a note, once; what follows it is dumps."""
+
+    def __init__(self) -> None:
+        self._begun, self._said = "", set[str]()
+
+    def writable(self) -> bool:
+        """See `io.TextIOBase`."""
+        return True
+
+    def write(self, text: str) -> int:
+        """See `io.TextIOBase`."""
+        *lines, self._begun = (self._begun + text).split("\n")
+        for each in lines:
+            plain = COLOURS.sub("", each).strip()
+            if SAYS.match(plain) and plain not in self._said:
+                self._said.add(plain)
+                say(f"note: {plain}")
+        return len(text)
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """Within this block what a library prints on stdout is said on stderr: stdout is for results."""
+    with redirect_stdout(_Aside()):
+        yield
 
 
 def print_line(text: str) -> None:

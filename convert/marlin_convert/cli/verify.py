@@ -11,7 +11,7 @@ import click
 from marlin_convert.checks.outcome import error_text, of_kernel, of_verification
 from marlin_convert.cli import display, output
 from marlin_convert.cli.by_file import examples
-from marlin_convert.cli.options import json_option, kernel_options, log_option, numbers
+from marlin_convert.cli.options import json_option, kernel_options, log_option, numbers, spread_options
 from marlin_convert.cli.report import Reporter, report_option, reporter
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ SHOWN = 40
 @click.option(
     "--stages", type=numbers, help="Only these pipeline stages; the files of others need not be there."
 )
+@spread_options
 @click.option("--experts", type=numbers, help="With --kernel: only these experts.")
 @click.option(
     "--sample", type=click.IntRange(1), help="With --kernel: only this many experts, spread evenly."
@@ -72,6 +73,9 @@ def command(
     layers: tuple[int, ...] | None,
     ranks: tuple[int, ...] | None,
     stages: tuple[int, ...] | None,
+    shard: str | None,
+    engine: str,
+    ray_address: str | None,
     as_json: bool,
     report: Path | None,
     **scope: Any,
@@ -97,12 +101,15 @@ def command(
         raise click.UsageError(f"--{given[0]} goes with --kernel; without it everything is checked", ctx)
     if stages is not None and kernel:
         raise click.UsageError("--stages does not go with --kernel; give the --layers of the stage", ctx)
+    spread = {"shard": shard, "engine": engine, "ray_address": ray_address}
+    if kernel and tuple(spread.values()) != (None, "local", None):
+        raise click.UsageError("--kernel runs on this machine alone: leave --shard and --engine away", ctx)
     written = reporter(report, "kernel-report" if kernel else "verify", out)
     part = {"layers": layers, "ranks": ranks}
     ok = (
         _kernel(out, source, as_json, written, part | scope)
         if kernel
-        else _exact(out, source, as_json, written, part | {"stages": stages, "threads": threads})
+        else _exact(out, source, as_json, written, part | spread | {"stages": stages, "threads": threads})
     )
     if not ok:
         ctx.exit(1)

@@ -26,6 +26,11 @@ from marlin_convert.documents.identity import SourceIdentity
 from marlin_convert.errors import OutputError
 from marlin_convert.storage.files import digest
 
+#: the folder, inside OUT
+WORK = ".work"
+#: files in it that are locked, never read: by who writes in OUT, and for a moment by one of several that do
+LOCK, TURN = "lock", "turn"
+
 
 class JobOptions(Struct, frozen=True, omit_defaults=True):
     """What must be the same for a run to continue another."""

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path, PurePath
 
 from marlin_convert.documents.manifest import Manifest, read_manifest
+from marlin_convert.documents.records import LOCK, TURN, WORK
 from marlin_convert.errors import ConvertError, OutputError, UsageError
 from marlin_convert.pipeline.ours import (
     FOLDERS,
@@ -25,7 +26,7 @@ from marlin_convert.pipeline.ours import (
     is_rank_manifest,
     refuse_no_shard,
 )
-from marlin_convert.pipeline.work_folder import LOCK, REMOVING, TURN, WORK, WorkFolder
+from marlin_convert.pipeline.work_folder import REMOVING, WorkFolder
 from marlin_convert.planning.output_plan import OutputPlan, OutputUnit
 from marlin_convert.shards.kept_source import DIGESTS
 from marlin_convert.storage.files import on_its_own, sync_folder

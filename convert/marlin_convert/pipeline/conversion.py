@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from secrets import token_hex
-from typing import Protocol
 
 from marlin_convert.checkpoint.fetcher import Fetcher
 from marlin_convert.documents.manifest import read_manifest
@@ -25,11 +24,12 @@ from marlin_convert.pipeline.finish import finish_output
 from marlin_convert.pipeline.kernel_check import kernel_check
 from marlin_convert.pipeline.locks import locked, turn
 from marlin_convert.pipeline.making import Maker, source_bytes
+from marlin_convert.pipeline.on_ray import RayEngine
 from marlin_convert.pipeline.out_state import observe
 from marlin_convert.pipeline.recheck import compare_recorded
+from marlin_convert.pipeline.remote import Origin
 from marlin_convert.pipeline.repair import lost_units, reopen
 from marlin_convert.pipeline.resume import Action, Decision, Request, decide
-from marlin_convert.pipeline.shares import Share, split_evenly
 from marlin_convert.pipeline.space import Need, refuse_full_disk
 from marlin_convert.pipeline.stages import Stages
 from marlin_convert.pipeline.target import Target
@@ -37,6 +37,8 @@ from marlin_convert.pipeline.work_folder import WorkFolder, staging_of
 from marlin_convert.planning.needs import needs
 from marlin_convert.planning.output_plan import OutputUnit
 from marlin_convert.progress import Progress
+from marlin_convert.shares import Share, split_evenly
+from marlin_convert.spread import Spread
 from marlin_convert.storage.files import machine_errors, make_folder, make_path, sync_folder
 from marlin_convert.threads import start
 
@@ -62,19 +64,6 @@ class Converted:
     waiting: tuple[int, ...] = ()
 
 
-class Engine(Protocol):
-    """Makes units on other machines."""
-
-    def make(
-        self,
-        maker: Maker,
-        left: Sequence[OutputUnit],
-        made: Callable[[FinishedUnit], None],
-        progress: Progress | None,
-    ) -> None:
-        """See `Maker.make`, what it raises included."""
-
-
 @dataclass
 class Conversion:
     """One run: look, lock, prepare, make what is left, finish. Of several that make a `share` each, the one
@@ -86,7 +75,7 @@ class Conversion:
     budget: Budget
     progress: Progress | None
     share: Share | None = None
-    engine: Engine | None = None
+    engine: RayEngine | None = None
 
     @staticmethod
     def of(
@@ -101,6 +90,13 @@ class Conversion:
         """
         target = replace(request.target, direct_io=direct_io)
         return Conversion(target, request, choose_budget(target, threads, memory), progress)
+
+    def over(self, spread: Spread, origin: Origin) -> Conversion:
+        """The same, over the processes that were asked for."""
+        if spread.engine == "ray":
+            engine = RayEngine(origin, spread.address, spread.threads, spread.memory)
+            return replace(self, engine=engine)
+        return replace(self, share=spread.share)
 
     def __post_init__(self) -> None:
         self.stages = Stages()

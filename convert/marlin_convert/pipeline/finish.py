@@ -23,7 +23,7 @@ from marlin_convert.documents.engine_files import quantization_config
 from marlin_convert.documents.manifest import MANIFEST_NAME, ListedFile
 from marlin_convert.documents.provenance import NAME as PROVENANCE
 from marlin_convert.documents.provenance import Provenance
-from marlin_convert.documents.records import FinishedUnit
+from marlin_convert.documents.records import WORK, FinishedUnit
 from marlin_convert.extras import package_version
 from marlin_convert.models.quantization import rewritten
 from marlin_convert.pipeline.build_manifest import build_manifest, digest_file, rank_index, source_digests
@@ -32,7 +32,7 @@ from marlin_convert.pipeline.out_state import edited, is_written_provenance
 from marlin_convert.pipeline.rank_documents import with_rank_documents
 from marlin_convert.pipeline.stages import Stages
 from marlin_convert.pipeline.target import Target
-from marlin_convert.pipeline.work_folder import WORK, WorkFolder
+from marlin_convert.pipeline.work_folder import WorkFolder
 from marlin_convert.planning.output_plan import OutputPlan, OutputUnit
 from marlin_convert.shards.kept_source import may_be_theirs
 from marlin_convert.storage.files import digest, file_digest, machine_errors, write_atomic, write_documents

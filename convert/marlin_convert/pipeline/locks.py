@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from marlin_convert.documents.records import LOCK, TURN, WORK
 from marlin_convert.errors import MachineError, MachineWarning
-from marlin_convert.pipeline.work_folder import LOCK, TURN, WORK
 from marlin_convert.storage.files import UNSUPPORTED, machine_error, make_folder
 
 #: how file systems say that they lock nothing, or no folders

@@ -12,8 +12,9 @@ from marlin_convert.checkpoint.index import INDEX_NAME
 from marlin_convert.documents.bounds import LISTED
 from marlin_convert.documents.provenance import NAME as PROVENANCE
 from marlin_convert.documents.provenance import is_as_written
+from marlin_convert.documents.records import LOCK, TURN, WORK
 from marlin_convert.errors import UsageError
-from marlin_convert.pipeline.work_folder import BEFORE, LOCK, REMOVING, TURN, WORK
+from marlin_convert.pipeline.work_folder import BEFORE, REMOVING
 from marlin_convert.storage.files import PAGE, open_regular, read_small
 from marlin_convert.storage.shard_file import is_marked_shard
 from marlin_convert.storage.writer import PARTIAL

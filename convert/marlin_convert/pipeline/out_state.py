@@ -11,10 +11,10 @@ from marlin_convert.checkpoint.source import Source
 from marlin_convert.documents.manifest import Manifest, parse_manifest, read_manifest, sealed_manifest
 from marlin_convert.documents.provenance import NAME as PROVENANCE
 from marlin_convert.documents.provenance import is_as_written
-from marlin_convert.documents.records import JobRecord
+from marlin_convert.documents.records import LOCK, TURN, WORK, JobRecord
 from marlin_convert.errors import ConvertError, OutputError, UsageError
 from marlin_convert.pipeline.ours import rank_manifests
-from marlin_convert.pipeline.work_folder import LOCK, REMOVING, TURN, WORK, WorkFolder, is_marked
+from marlin_convert.pipeline.work_folder import REMOVING, WorkFolder, is_marked
 from marlin_convert.shards.inspect import lost_shards
 from marlin_convert.shards.kept_source import may_be_theirs, recorded_digests, sound_bytes
 from marlin_convert.storage.files import machine_errors

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import pickle
 import platform
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -20,8 +19,8 @@ from marlin_convert.checkpoint.identify import identify, stamps
 from marlin_convert.checkpoint.source import Source, open_source
 from marlin_convert.documents.identity import SourceIdentity
 from marlin_convert.documents.provenance import Stage
-from marlin_convert.documents.records import FinishedUnit
-from marlin_convert.errors import MachineError, MachineWarning, SourceWarning
+from marlin_convert.documents.records import WORK, FinishedUnit
+from marlin_convert.errors import MachineError
 from marlin_convert.extras import package_version
 from marlin_convert.pipeline.budget import Budget, choose_budget
 from marlin_convert.pipeline.clear import leftovers
@@ -29,7 +28,7 @@ from marlin_convert.pipeline.kernel_check import Check, kernel_check
 from marlin_convert.pipeline.making import Maker
 from marlin_convert.pipeline.resume import Stamps
 from marlin_convert.pipeline.target import Target
-from marlin_convert.pipeline.work_folder import WORK, WorkFolder, staging_of
+from marlin_convert.pipeline.work_folder import WorkFolder, staging_of
 from marlin_convert.planning.needs import needs
 from marlin_convert.planning.output_plan import Options, OutputPlan, plan_output
 from marlin_convert.progress import Progress
@@ -85,15 +84,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Made:
-    """A unit that is made and recorded; what had to be said, kind and text; and how long the stages took."""
+    """A unit that is made and recorded, and how long the stages took."""
 
     record: FinishedUnit
-    said: tuple[tuple[str, str], ...]
     stages: Mapping[str, Stage]
-
-
-#: what a machine may say, by name
-KINDS = {kind.__name__: kind for kind in (MachineWarning, SourceWarning)}
 
 
 def make_unit(job: bytes, name: str, progress: Progress | None = None) -> Made:
@@ -101,13 +95,8 @@ def make_unit(job: bytes, name: str, progress: Progress | None = None) -> Made:
     raises, and MachineError where this machine has another version of this package or other folders than the
     one where the run was begun.
     """
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        ready = _ready(job)
-        record, maker = ready.make(name, progress)
-    said = [(type(w.message).__name__, str(w.message)) for w in caught]
-    stages = maker.stages.times()
-    return Made(record, tuple(dict.fromkeys(each for each in said if each[0] in KINDS)), stages)
+    record, maker = _ready(job).make(name, progress)
+    return Made(record, maker.stages.times())
 
 
 @lru_cache(maxsize=1)

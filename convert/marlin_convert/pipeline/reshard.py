@@ -11,12 +11,12 @@ from marlin_convert.errors import OutputError, UsageError
 from marlin_convert.pipeline.conversion import Confirm, Conversion, Converted
 from marlin_convert.pipeline.remote import Origin
 from marlin_convert.pipeline.run import request_of
-from marlin_convert.pipeline.spread import Spread
 from marlin_convert.planning.needs import source_tensors
 from marlin_convert.planning.output_plan import Options, OutputPlan, plan_output
 from marlin_convert.progress import Progress
 from marlin_convert.shards.inspect import lost_shards
 from marlin_convert.shards.stored_source import ConvertedStore
+from marlin_convert.spread import Spread
 from marlin_convert.words import count, ranges
 
 
@@ -70,7 +70,7 @@ def reshard(
     request = request_of(source, plan, Path(new), verify, overwrite)
     conversion = Conversion.of(request, threads, memory, direct_io, progress)
     origin = Origin(os.path.abspath(out), options, converted=True)
-    return spread.over(conversion, origin).run(None, confirm)
+    return conversion.over(spread, origin).run(None, confirm)
 
 
 def _refuse_lost(store: ConvertedStore, plan: OutputPlan) -> None:

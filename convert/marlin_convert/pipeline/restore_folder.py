@@ -13,9 +13,10 @@ from msgspec.structs import replace
 
 from marlin_convert.documents.bounds import JOB
 from marlin_convert.documents.codec import read, write
+from marlin_convert.documents.records import LOCK, WORK
 from marlin_convert.documents.restore import RestoredFile, RestoreJob
 from marlin_convert.errors import OutputError, UsageError
-from marlin_convert.pipeline.work_folder import LOCK, RESTORE, WORK, is_marked
+from marlin_convert.pipeline.work_folder import RESTORE, is_marked
 from marlin_convert.storage.files import (
     machine_errors,
     make_folder,

@@ -19,13 +19,13 @@ from marlin_convert.checkpoint.source import Source
 from marlin_convert.documents.expert_map import placement_digest
 from marlin_convert.documents.identity import SourceIdentity
 from marlin_convert.documents.manifest import Manifest
-from marlin_convert.documents.records import JobOptions, JobRecord
+from marlin_convert.documents.records import WORK, JobOptions, JobRecord
 from marlin_convert.errors import ConvertError, SourceError, UsageError
 from marlin_convert.pipeline.out_state import OutState, edited
 from marlin_convert.pipeline.places import refuse_nested
 from marlin_convert.pipeline.recheck import compare_known
 from marlin_convert.pipeline.target import Target
-from marlin_convert.pipeline.work_folder import FOLDERS, WORK
+from marlin_convert.pipeline.work_folder import FOLDERS
 from marlin_convert.planning.output_plan import OutputPlan
 from marlin_convert.shards.kept_source import DIGESTS
 from marlin_convert.storage.files import refuse_in_place_of

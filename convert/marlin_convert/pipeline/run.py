@@ -14,10 +14,10 @@ from marlin_convert.pipeline.conversion import Confirm, Conversion, Converted
 from marlin_convert.pipeline.opening import open_and_plan
 from marlin_convert.pipeline.remote import Origin
 from marlin_convert.pipeline.resume import CHECKS, Request
-from marlin_convert.pipeline.spread import Spread
 from marlin_convert.pipeline.target import Target
 from marlin_convert.planning.output_plan import Options, OutputPlan
 from marlin_convert.progress import Progress
+from marlin_convert.spread import Spread
 
 
 def convert(
@@ -70,7 +70,8 @@ def convert(
     opened, plan = open_and_plan(source, out, options, hub, overwrite)
     request = request_of(opened, plan, Path(out), verify, overwrite)
     conversion = Conversion.of(request, threads, memory, direct_io, progress)
-    return spread.over(conversion, Origin.of(source, opened, options, hub)).run(fetch_progress, confirm)
+    origin = Origin.of(source, opened, options, hub)
+    return conversion.over(spread, origin).run(fetch_progress, confirm)
 
 
 def request_of(

@@ -11,7 +11,7 @@ from pathlib import Path
 from marlin_convert.documents.bounds import JOB, MANIFEST, RECORD
 from marlin_convert.documents.codec import begins_ours, read, write
 from marlin_convert.documents.manifest import Manifest, read_manifest
-from marlin_convert.documents.records import FinishedUnit, JobRecord, Removal, read_record, write_record
+from marlin_convert.documents.records import WORK, FinishedUnit, JobRecord, Removal, read_record, write_record
 from marlin_convert.errors import OutputError
 from marlin_convert.planning.output_plan import OutputPlan, OutputUnit
 from marlin_convert.storage.files import (
@@ -27,15 +27,12 @@ from marlin_convert.storage.files import (
 from marlin_convert.storage.shard_file import FORMAT
 from marlin_convert.storage.writer import partial_of
 
-WORK = ".work"
 #: in it while a conversion is being removed: what is left still carries our mark
 REMOVING = "removing.json"
 #: in it while a finished conversion is being mended: a folder with its manifest
 BEFORE = "before"
 #: in that of a folder that published files are being restored in
 RESTORE = "restore.json"
-#: files that are locked, never read: by who writes in OUT, and for a moment by one of several that do
-LOCK, TURN = "lock", "turn"
 #: by any of these a folder is known to be ours, made or begun
 MARKS = ("manifest.json", f"{WORK}/job.json", f"{WORK}/{RESTORE}")
 #: the folders in that of a conversion

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from marlin_convert.arguments import refuse_odd
 from marlin_convert.errors import UsageError
 from marlin_convert.extras import require
-from marlin_convert.pipeline.conversion import Conversion
-from marlin_convert.pipeline.on_ray import RayEngine
-from marlin_convert.pipeline.remote import Origin
-from marlin_convert.pipeline.shares import Share
+from marlin_convert.shares import Share
 
 ENGINES = ("local", "ray")
 
@@ -53,9 +50,3 @@ class Spread:
                 " old conversion first"
             )
         return Spread(Share.of(shard), "local", None, threads, memory)
-
-    def over(self, conversion: Conversion, origin: Origin) -> Conversion:
-        """The conversion, spread."""
-        if self.engine == "ray":
-            return replace(conversion, engine=RayEngine(origin, self.address, self.threads, self.memory))
-        return replace(conversion, share=self.share)
