@@ -145,7 +145,7 @@ def test_job_with_the_wheel(
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["source"]["tensors"] == len(tiny.tensors)
     done = installed("convert", tiny.folder, out, "--tp", 2)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
     done = installed("verify", out, "--source", tiny.folder)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("exact: ")
