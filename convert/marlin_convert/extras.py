@@ -8,7 +8,7 @@ from typing import Any
 from marlin_convert.errors import MachineError, UsageError
 
 #: package -> extra of this project
-EXTRAS = {"torch": "torch", "matplotlib": "report", "ray": "ray"}
+EXTRAS = {"torch": "torch", "matplotlib": "report", "ray": "ray", "boto3": "s3"}
 
 
 def installed(module: str) -> bool:
