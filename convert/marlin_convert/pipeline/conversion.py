@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -123,10 +123,10 @@ class Conversion:
                 decision = self._decide()
                 if decision.action is Action.REPLACE:
                     self._ask(confirm)
-                if not decision.claim:
-                    target = self.target = replace(target, identity=target.identity.unclaimed())
+                self._claim(decision)
                 left, fetcher = self._begin(decision, fetch_progress)
             if fetcher is not None and (left or self.share is None):
+                target = self.target
                 maker = Maker(target, self.request.stamps, self.budget, decision.checks, kernel, self.stages)
                 if self.engine is None:
                     maker.make(left, fetcher, self._made, self.progress)
@@ -145,6 +145,11 @@ class Conversion:
         index = 0 if self.share is None else self.share.index
         return [unit for unit in self.target.plan.units if self.shares[unit.name] == index]
 
+    def _claim(self, decision: Decision) -> None:
+        """Name repository and commit no more where what was made before was not compared with them."""
+        if not decision.claim:
+            self.target = replace(self.target, identity=self.target.identity.unclaimed())
+
     def _alone(self) -> AbstractContextManager[None]:
         """What is in this context no other process does at the same time."""
         return nullcontext() if self.share is None else turn(self.target.out)
@@ -160,18 +165,20 @@ class Conversion:
 
     def _end(self, decision: Decision) -> tuple[int, ...]:
         """Finish OUT, unless units of other shares are not made yet: returns the numbers of these."""
-        target, out = self.target, self.target.out
+        out = self.target.out
+        missing: Iterable[str] = ()
         if self.share is not None:
             decision = self._decide()
+            self._claim(decision)
             self.records = self._recorded()
             if decision.action is Action.REPAIR:
-                lost = lost_units(out, read_manifest(out))
-                return tuple(sorted({self.shares[name] for name in lost}))
-        missing = self.shares.keys() - self.records.keys()
+                missing = lost_units(out, read_manifest(out))
+            elif decision.action is not Action.DONE:
+                missing = self.shares.keys() - self.records.keys()
+        if waiting := tuple(sorted({self.shares[name] for name in missing})):
+            return waiting
         if decision.action is not Action.DONE:
-            if missing:
-                return tuple(sorted({self.shares[name] for name in missing}))
-            finish_output(target, self.records, decision.checks, self.stages)
+            finish_output(self.target, self.records, decision.checks, self.stages)
         remove_work(out)
         return ()
 
