@@ -341,3 +341,14 @@ def test_what_was_edited_is_not_removed_where_the_manifest_is_lost(
     (out / name).unlink()
     convert(other.folder, out, tp=2, overwrite=True)
     assert verify(out)
+
+
+def test_what_is_left_beside_lost_folders_of_ranks_is_removed(other: Checkpoint, out: Path) -> None:
+    """It looks like a checkpoint without weights."""
+    for name in ("rank-00-of-02", "rank-01-of-02"):
+        shutil.rmtree(out / name)
+    (out / "manifest.json").unlink()
+    with pytest.raises(UsageError, match="no manifest.json; use --overwrite to make it again"):
+        convert(other.folder, out, tp=1)
+    assert convert(other.folder, out, tp=1, overwrite=True).action == "replace"
+    assert verify(out)

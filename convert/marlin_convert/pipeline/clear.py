@@ -156,7 +156,7 @@ def _listed(out: Path) -> set[str] | None:
             return set(removal.files)
     looks: tuple[Callable[[], Manifest | None], ...] = (partial(read_manifest, out), work.before)
     for look in looks:
-        with suppress(OutputError):
+        with suppress(OutputError, UsageError):  # what else is there may look like a checkpoint
             if (manifest := look()) is not None:
                 files, shards = manifest.files, manifest.shards
                 return {"manifest.json"} | {each.path for each in files} | {each.path for each in shards}
