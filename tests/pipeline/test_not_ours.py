@@ -15,6 +15,7 @@ import pytest
 import trees
 from checkpoints import Checkpoint, make_small
 from marlin_convert import convert, plan, reshard, verify
+from marlin_convert.documents.records import FinishedUnit
 from marlin_convert.errors import ConvertError, MachineError, UsageError
 from marlin_convert.pipeline.work_folder import WorkFolder
 
@@ -348,7 +349,41 @@ def test_what_is_left_beside_lost_folders_of_ranks_is_removed(other: Checkpoint,
     for name in ("rank-00-of-02", "rank-01-of-02"):
         shutil.rmtree(out / name)
     (out / "manifest.json").unlink()
-    with pytest.raises(UsageError, match="no manifest.json; use --overwrite to make it again"):
+    with pytest.raises(UsageError, match=r"no manifest\.json; use --overwrite to make it again"):
         convert(other.folder, out, tp=1)
     assert convert(other.folder, out, tp=1, overwrite=True).action == "replace"
     assert verify(out)
+
+
+@pytest.mark.parametrize(
+    ("name", "put"),
+    [
+        ("rank-00-of-02/top.safetensors", "a file"),
+        ("rank-00-of-02/top.safetensors", "a folder"),
+        ("manifest.json", "a file"),
+        ("manifest.json", "a folder"),
+        ("source/digests.bin", "a folder"),
+    ],
+)
+def test_what_came_while_it_was_made_is_not_replaced(
+    source: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, put: str
+) -> None:
+    """A name was free when the run began, and is not when it is given."""
+    new, record, mine = tmp_path / "new", WorkFolder.record, tmp_path / "new" / name
+
+    def put_it(work: WorkFolder, unit: FinishedUnit) -> None:
+        if unit.name == "layer-000":
+            mine.parent.mkdir(exist_ok=True)
+            _a_folder(mine) if put == "a folder" else mine.write_text("mine")
+        record(work, unit)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkFolder, "record", put_it)
+        with pytest.raises(UsageError, match=rf"{re.escape(str(mine))} .*move it away, then run"):
+            convert(source, new, tp=2, threads=1)
+    for overwrite in (False, True):
+        with pytest.raises(UsageError, match=rf"{re.escape(str(mine))} .*move it away, then run"):
+            convert(source, new, tp=2, overwrite=overwrite)
+    mine.rename(tmp_path / "away")
+    assert convert(source, new, tp=2).action == "continue"
+    assert trees.tree(new) == trees.tree(out)

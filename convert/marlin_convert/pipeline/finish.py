@@ -85,6 +85,8 @@ def _refuse_edited(out: Path, documents: Mapping[str, bytes]) -> list[str]:
             known = _digest_of(out / path) in ours
         if not known:
             theirs.append(path)
+    if os.path.lexists(out / MANIFEST_NAME):  # that of before is set aside
+        theirs.append(MANIFEST_NAME)
     if theirs:
         raise edited(out, theirs)
     return outdated

@@ -14,7 +14,7 @@ from marlin_convert.documents.provenance import NAME as PROVENANCE
 from marlin_convert.documents.provenance import is_as_written
 from marlin_convert.documents.records import LOCK, TURN, WORK
 from marlin_convert.errors import UsageError
-from marlin_convert.pipeline.work_folder import BEFORE, REMOVING
+from marlin_convert.pipeline.work_folder import BEFORE, REMOVING, is_marked
 from marlin_convert.storage.files import PAGE, open_regular, read_small
 from marlin_convert.storage.shard_file import is_marked_shard
 from marlin_convert.storage.writer import PARTIAL
@@ -88,6 +88,8 @@ def is_own(out: Path, path: Path, listed: Set[str] | None, named: Set[str]) -> b
     if name in SIGNS:
         with suppress(OSError):
             return SIGNS[name] in read_small(out / path, LISTED)
+        return False
+    if path.name == "manifest.json" and not is_marked(out / path):
         return False
     if name.endswith(".safetensors"):
         return FORMS.fullmatch(name) is not None and is_shard(out / path)

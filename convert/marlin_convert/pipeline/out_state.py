@@ -59,9 +59,10 @@ def observe(out: Path, source: Source | None) -> OutState:
     removing = is_marked(work.folder / REMOVING)
     manifest = job = damaged = before = None
     begun = is_marked(work.folder / "job.json")
-    ours = begun or is_marked(out / "manifest.json")
+    whole = is_marked(out / "manifest.json")
+    ours = begun or whole
     try:
-        if not removing and ours and (out / "manifest.json").exists():
+        if not removing and whole:
             manifest = read_manifest(out)
         job = work.job() if begun and not removing else None
         before = work.before() if begun else None
@@ -70,6 +71,8 @@ def observe(out: Path, source: Source | None) -> OutState:
     remains = removing or (not ours and is_marked(out / PROVENANCE))
     lost = frozenset() if manifest is None else lost_shards(out, manifest)
     gone, edited = ([], []) if manifest is None else _documents(out, manifest)
+    if begun and not whole and os.path.lexists(out / "manifest.json"):
+        edited.append("manifest.json")  # somebody's: that of what is being made has yet to be written
     since = [] if manifest is not None else _edited_since(out, before)
     return OutState(
         out,

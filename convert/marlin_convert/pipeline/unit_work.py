@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from marlin_convert.documents.records import ExpertDigests, FinishedFile, FinishedUnit
 from marlin_convert.errors import OutputError, SourceError
+from marlin_convert.pipeline.ours import refuse_no_shard
 from marlin_convert.pipeline.target import Target
 from marlin_convert.pipeline.work import Work
 from marlin_convert.planning.output_plan import OutputUnit
@@ -70,9 +71,12 @@ class UnitWork(Work):
     def finish(self) -> FinishedUnit:
         """Make the files durable under their names and return the record. Raises SourceError, and no file
         gets its name, where the source is not what OUT was made from before; OutputError where it is not what
-        the folder that it is read out of was made from.
+        the folder that it is read out of was made from; UsageError where somebody put something else in the
+        place of one meanwhile.
         """
         self._refuse_other_data()
+        for file in self.files.values():
+            refuse_no_shard(file.path)
         finish_files(list(self.files.values()))
         experts = {key: digests.tobytes() for key, digests in self.expert_digests.items()}
         files = []
