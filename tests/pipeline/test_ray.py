@@ -76,13 +76,16 @@ def is_at_work(process: Path, nodes: set[str]) -> bool:
 
 @pytest.fixture(scope="module")
 def rig() -> Iterator[Rig]:
-    """A head that computes nothing, and two nodes."""
+    """A head that computes nothing, and two nodes; not on a machine so busy that none of them gets up."""
     from ray.cluster_utils import Cluster
 
     head = {"num_cpus": 0, "include_dashboard": False}
-    cluster: Any = Cluster(initialize_head=True, head_node_args=head)
-    for _ in range(2):
-        cluster.add_node(num_cpus=1)
+    try:
+        cluster: Any = Cluster(initialize_head=True, head_node_args=head)
+        for _ in range(2):
+            cluster.add_node(num_cpus=1)
+    except (TimeoutError, ConnectionError) as error:
+        pytest.skip(f"no Ray cluster gets up here: {error}")
     yield Rig(cluster)
     for node in cluster.list_all_nodes():
         node.kill_all_processes(check_alive=False, allow_graceful=False)
@@ -142,7 +145,6 @@ def test_a_worker_killed_and_a_node_lost(rig: Rig, long: Checkpoint, long_tp2: P
     for victim in rig.workers()[:1]:
         os.kill(victim, signal.SIGKILL)
     wait_for(process, out, ".work/units/*.json")
-    rig.cluster.add_node(num_cpus=1)
     node = next(iter(rig.cluster.worker_nodes))
     rig.cluster.remove_node(node, allow_graceful=False)
     code, stdout, stderr = rig.end(process)
