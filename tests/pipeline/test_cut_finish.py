@@ -110,7 +110,9 @@ def test_overwriting_cut_at_each_call(
         broken = convert(forks, tiny.folder, out, *line, fault=fault)
         assert broken.code == -signal.SIGKILL, (call, number)
         if (out / "manifest.json").exists() and forks.run("verify", out).code == 0:
-            assert trees.tree(out) in (trees.tree(tiny_tp2), expected), (call, number)
+            # a file that is only locked may be left
+            left = {name: data for name, data in trees.tree(out).items() if name != ".work/lock"}
+            assert left in (trees.tree(tiny_tp2), expected), (call, number)
         again = convert(forks, tiny.folder, out, *line)
         assert again.code == 0, (call, number, again.stderr)
         assert again.stderr == "" or again.stderr.startswith("--overwrite removes "), (call, number)
