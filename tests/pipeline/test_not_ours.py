@@ -344,14 +344,14 @@ def test_what_was_edited_is_not_removed_where_the_manifest_is_lost(
     assert verify(out)
 
 
-def test_what_is_left_beside_lost_folders_of_ranks_is_removed(other: Checkpoint, out: Path) -> None:
+def test_what_is_left_beside_lost_folders_of_ranks_is_removed(source: Path, out: Path) -> None:
     """It looks like a checkpoint without weights."""
     for name in ("rank-00-of-02", "rank-01-of-02"):
         shutil.rmtree(out / name)
     (out / "manifest.json").unlink()
     with pytest.raises(UsageError, match=r"no manifest\.json; use --overwrite to make it again"):
-        convert(other.folder, out, tp=1)
-    assert convert(other.folder, out, tp=1, overwrite=True).action == "replace"
+        convert(source, out, tp=1)
+    assert convert(source, out, tp=1, overwrite=True).action == "replace"
     assert verify(out)
 
 
@@ -387,3 +387,31 @@ def test_what_came_while_it_was_made_is_not_replaced(
     mine.rename(tmp_path / "away")
     assert convert(source, new, tp=2).action == "continue"
     assert trees.tree(new) == trees.tree(out)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "source/config.json", "source/README.md"])
+def test_a_file_of_the_name_of_a_copied_one_is_told_by_its_bytes(
+    source: Path, begun: Path, other: Checkpoint, name: str
+) -> None:
+    """Nothing lists it yet; what is the same as the source's may be a run's that broke off."""
+    mine = begun / name
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("{}")
+    for checkpoint, tp in ((source, 1), (other.folder, 2)):
+        with pytest.raises(UsageError, match=rf"holds 1 file not of a conversion, such as {name}"):
+            convert(checkpoint, begun, tp=tp, overwrite=True)
+        assert mine.read_text() == "{}"
+    mine.write_bytes((source / Path(name).name).read_bytes())
+    assert convert(source, begun, tp=1, overwrite=True).action == "replace"
+    assert verify(begun)
+
+
+def test_copies_of_another_source_are_told_by_the_manifests_of_ranks(
+    source: Path, other: Checkpoint, tmp_path: Path
+) -> None:
+    changed = shutil.copytree(source, tmp_path / "changed")
+    (changed / "tokenizer_config.json").write_text("{}")
+    convert(changed, out := tmp_path / "out", tp=2)
+    (out / "manifest.json").unlink()
+    assert convert(other.folder, out, tp=2, overwrite=True).action == "replace"
+    assert verify(out)

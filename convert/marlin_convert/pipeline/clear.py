@@ -14,16 +14,17 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path, PurePath
 
+from marlin_convert.checkpoint.source import Source
 from marlin_convert.documents.manifest import Manifest, read_manifest
 from marlin_convert.documents.records import LOCK, TURN, WORK
 from marlin_convert.errors import ConvertError, OutputError, UsageError
 from marlin_convert.pipeline.ours import (
     FOLDERS,
     IN_WORK,
-    OWN,
     UNTIL_WHOLE,
     is_own,
     is_rank_manifest,
+    rank_manifests,
     refuse_no_shard,
 )
 from marlin_convert.pipeline.work_folder import REMOVING, WorkFolder
@@ -38,20 +39,21 @@ _HALF = re.compile(f"(?x) {UNTIL_WHOLE}")
 HELD = (Path(WORK) / LOCK, Path(WORK) / TURN)
 
 
-def removable(out: Path, copied: Iterable[str]) -> list[Path]:
+def removable(out: Path, source: Source) -> list[Path]:
     """Every file of the conversion in OUT, relative to it, the manifest first and those of ranks last: where
     a removal breaks off, they tell which documents were edited before it goes on.
 
-    `copied` are the names of the small files that a conversion of this source copies: what else could tell
-    them, where there is no list of what is in OUT. Raises UsageError where OUT holds anything that no
+    Where there is no list of what is in OUT, a small file that was copied is told by the manifests of ranks,
+    or by what `source`, which is to be converted, has. Raises UsageError where OUT holds anything that no
     conversion wrote.
     """
-    listed, named, not_ours = _listed(out), OWN | set(copied), _not_ours(out)
+    listed, not_ours = _listed(out), _not_ours(out)
+    told = set() if listed is not None else _told_by_ranks(out)
     files, foreign = [], []
     for path, kind in _walk(out):
         below = stat.S_ISDIR(kind) or len(path.parts) > 1
         formed = not (below and str(path).startswith(not_ours))
-        if formed and stat.S_ISREG(kind) and is_own(out, path, listed, named):
+        if formed and stat.S_ISREG(kind) and (str(path) in told or is_own(out, path, listed, source)):
             if path not in HELD:
                 files.append(path)
         elif not (
@@ -66,12 +68,12 @@ def removable(out: Path, copied: Iterable[str]) -> list[Path]:
     return sorted(files, key=lambda path: (path != Path("manifest.json"), is_rank_manifest(str(path)), path))
 
 
-def clear_output(out: Path, copied: Iterable[str]) -> None:
+def clear_output(out: Path, source: Source) -> None:
     """Remove a conversion, manifest first, so that at no time a manifest stands for files that are gone. The
     folder is marked until the last file has gone. Raises UsageError, having removed nothing, as `removable`
     does.
     """
-    files = removable(out, copied)
+    files = removable(out, source)
     WorkFolder(out).mark_removal([str(path) for path in files])
     for path in files:
         if path.parts[0] != WORK:
@@ -144,6 +146,11 @@ def _not_ours(out: Path) -> tuple[str, ...]:
         job = WorkFolder(out).job() if pp is None else None
         pp = job.options.pp if job is not None else pp
     return () if pp is None else ("stage-",) if pp == 1 else ("rank-", "common")
+
+
+def _told_by_ranks(out: Path) -> set[str]:
+    """The documents that the manifests of ranks list."""
+    return {file.path for manifest in rank_manifests(out).values() if manifest for file in manifest.files}
 
 
 def _listed(out: Path) -> set[str] | None:

@@ -190,7 +190,7 @@ class Conversion:
         small without them, too. Asked under the lock: what is removed is what was shown.
         """
         source, plan, out = self.target.source, self.target.plan, self.target.out
-        files = [out / path for path in removable(out, source.auxiliary)]
+        files = [out / path for path in removable(out, source)]
         need = Need.of(source, plan, plan.units, sum(path.stat().st_size for path in files))
         fetcher = source.store.fetcher(needs(source, plan, plan.units), staging_of(out), None)
         refuse_full_disk(out, need, fetcher)
@@ -215,7 +215,7 @@ class Conversion:
         start(load_code, "load")  # where that cannot be, it is loaded when it is needed
         if decision.action is Action.REPLACE:
             with machine_errors(f"clearing {out}"):
-                clear_output(out, target.source.auxiliary)
+                clear_output(out, target.source)
         with machine_errors(f"beginning in {out}"):
             if decision.action is Action.REPAIR:
                 reopen(target, self.work, decision.job)

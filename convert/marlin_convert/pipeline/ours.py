@@ -9,11 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from marlin_convert.checkpoint.index import INDEX_NAME
+from marlin_convert.checkpoint.source import Source
 from marlin_convert.documents.bounds import LISTED
+from marlin_convert.documents.manifest import Manifest, parse_manifest, sealed_manifest
 from marlin_convert.documents.provenance import NAME as PROVENANCE
 from marlin_convert.documents.provenance import is_as_written
 from marlin_convert.documents.records import LOCK, TURN, WORK
-from marlin_convert.errors import UsageError
+from marlin_convert.errors import OutputError, UsageError
 from marlin_convert.pipeline.work_folder import BEFORE, REMOVING, is_marked
 from marlin_convert.storage.files import PAGE, open_regular, read_small
 from marlin_convert.storage.shard_file import is_marked_shard
@@ -66,15 +68,35 @@ def is_rank_manifest(path: str) -> bool:
     return _RANK_MANIFEST.fullmatch(path) is not None
 
 
-def rank_manifests(out: Path) -> list[str]:
-    """The manifests of ranks in OUT, relative to it: what tells of its documents where there is no other."""
+def rank_manifests(out: Path) -> dict[str, Manifest | None]:
+    """The manifests of ranks by their paths in OUT: what tells of its documents where there is no other; None
+    for one that is damaged. Raises MachineError.
+    """
     found = [path for form in ("", "stage-*/") for path in out.glob(f"{form}rank-*/manifest.json")]
-    return sorted(filter(is_rank_manifest, (path.relative_to(out).as_posix() for path in found)))
+    paths = sorted(filter(is_rank_manifest, (path.relative_to(out).as_posix() for path in found)))
+    manifests: dict[str, Manifest | None] = dict.fromkeys(paths)
+    for path in paths:
+        with suppress(OutputError):
+            manifests[path] = parse_manifest(sealed_manifest((out / path).parent), out / path)
+    return manifests
 
 
-def is_own(out: Path, path: Path, listed: Set[str] | None, named: Set[str]) -> bool:
+def copy_of(source: Source, name: str) -> bytes | None:
+    """What a conversion of this source has as its copy of a small file, at the path `name` in OUT; None where
+    it has none there. Raises SourceError.
+    """
+    kept = {
+        "source/config.json": source.config_bytes,
+        "source/README.md": source.readme,
+        f"source/{INDEX_NAME}": source.index_bytes,
+    }
+    return source.store.read(name) if name in source.auxiliary else kept.get(name)
+
+
+def is_own(out: Path, path: Path, listed: Set[str] | None, source: Source) -> bool:
     """Whether a file of OUT, at `path` in it, is of the conversion: by what lists its files, `listed`; where
-    nothing does, by its name (`named` at the top) and by what is in it. Raises MachineError.
+    nothing does, by its name and by what is in it, that of a copied file by what `source` has. Raises
+    MachineError, SourceError.
     """
     name = str(path)
     if path.parts[0] == WORK:
@@ -93,7 +115,11 @@ def is_own(out: Path, path: Path, listed: Set[str] | None, named: Set[str]) -> b
         return False
     if name.endswith(".safetensors"):
         return FORMS.fullmatch(name) is not None and is_shard(out / path)
-    return name in named or FORMS.fullmatch(name) is not None
+    if (copy := copy_of(source, name)) is not None:
+        with suppress(OSError):
+            return read_small(out / path, len(copy)) == copy
+        return False
+    return name in OWN or FORMS.fullmatch(name) is not None
 
 
 def is_shard(path: Path) -> bool:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from marlin_convert.checkpoint.source import Source
-from marlin_convert.documents.manifest import Manifest, parse_manifest, read_manifest, sealed_manifest
+from marlin_convert.documents.manifest import Manifest, read_manifest
 from marlin_convert.documents.provenance import NAME as PROVENANCE
 from marlin_convert.documents.provenance import is_as_written
 from marlin_convert.documents.records import LOCK, TURN, WORK, JobRecord
-from marlin_convert.errors import ConvertError, OutputError, UsageError
+from marlin_convert.errors import ConvertError, UsageError
 from marlin_convert.pipeline.ours import rank_manifests
 from marlin_convert.pipeline.work_folder import REMOVING, WorkFolder, is_marked
 from marlin_convert.shards.inspect import lost_shards
@@ -119,11 +119,11 @@ def _edited_since(out: Path, before: Manifest | None) -> list[str]:
     """
     known, edited = [] if before is None else [before], list[str]()
     if before is None:
-        for path in rank_manifests(out):
-            try:
-                known.append(parse_manifest(sealed_manifest((out / path).parent), out / path))
-            except OutputError:
+        for path, of_rank in rank_manifests(out).items():
+            if of_rank is None:
                 edited.append(path)
+            else:
+                known.append(of_rank)
     for manifest in known:
         edited += _documents(out, manifest)[1]
     return list(dict.fromkeys(edited))

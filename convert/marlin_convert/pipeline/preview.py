@@ -135,7 +135,7 @@ class _Wish:
         if action is Action.DONE:
             return [], 0
         if action is Action.REPLACE:
-            files = [self.out / path for path in removable(self.out, self.source.auxiliary)]
+            files = [self.out / path for path in removable(self.out, self.source)]
             return units, sum(path.stat().st_size for path in files)
         if action is Action.REPAIR:
             manifest = read_manifest(self.out)
