@@ -11,9 +11,8 @@ from typing import Any, cast
 
 import pytest
 
-from marlin_convert.checkpoint.fetcher import HubFetcher, sweep
-from marlin_convert.checkpoint.hub import HubStore
 from marlin_convert.checkpoint.hub_files import HubOptions
+from marlin_convert.checkpoint.staging import RemoteFetcher, RemoteStore, sweep
 from marlin_convert.errors import MachineError, SourceError
 
 SECONDS = 10
@@ -28,6 +27,13 @@ class Store:
         self.fetched: list[str] = []
         self.paths: dict[str, Path] = {}
         self.broken: set[str] = set()
+
+    @property
+    def max_workers(self) -> int | None:
+        return self.options.max_workers
+
+    def stages(self, staging: Path | None) -> bool:
+        return staging is not None and self.options.free_source
 
     def find(self, name: str, staging: Path | None) -> None:
         return None
@@ -51,10 +57,10 @@ class Store:
 
 def hub_fetcher(
     store: Store, needed: dict[str, str], folder: Path, look_ahead: int = 2, progress: Any = None
-) -> HubFetcher:
+) -> RemoteFetcher:
     # the store is a stand-in with the few methods that are used
     files = {unit: tuple(files) for unit, files in needed.items()}
-    return HubFetcher(cast(HubStore, store), files, folder / "staging", progress, look_ahead)
+    return RemoteFetcher(cast(RemoteStore, store), files, folder / "staging", progress, look_ahead)
 
 
 def until(true: Callable[[], bool]) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from checkpoints import Checkpoint
+
 pytest.importorskip("boto3", reason="boto3 is not installed: the extra s3")
 pytest.importorskip("swift", reason="OpenStack Swift, the object store of these tests, is not installed")
 from s3.proxy import Proxy
-from s3.server import KEY, REGION, SECRET, Store
+from s3.server import Store
+from s3.setting import Published, environment
 
 
 @pytest.fixture(scope="session")
@@ -45,22 +49,34 @@ def proxy(_proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     _proxy.reset()
 
 
-def environment(endpoint: str, home: Path) -> dict[str, str]:
-    """Endpoint and credentials, and no configuration of the machine's own."""
-    return {
-        "AWS_ENDPOINT_URL": endpoint,
-        "AWS_ACCESS_KEY_ID": KEY,
-        "AWS_SECRET_ACCESS_KEY": SECRET,
-        "AWS_REGION": REGION,
-        "AWS_CONFIG_FILE": str(home / "no-config"),
-        "AWS_SHARED_CREDENTIALS_FILE": str(home / "no-credentials"),
-        "AWS_EC2_METADATA_DISABLED": "true",
-    }
-
-
 @pytest.fixture
 def bucket(store: Store, request: pytest.FixtureRequest) -> str:
     """An empty bucket of the test's own."""
     name = "b" + re.sub(r"[^a-z0-9]+", "-", request.node.name.lower())[:50].rstrip("-")
     store.client().create_bucket(Bucket=name)
     return name
+
+
+@pytest.fixture(scope="session")
+def published_once(
+    store: Store, _proxy: Proxy, tiny: Checkpoint, tmp_path_factory: pytest.TempPathFactory
+) -> Published:
+    """`tiny`, uploaded. Not to be changed."""
+    made = Published("checkpoints", "models/tiny one", tiny.folder, store, _proxy)
+    store.client().create_bucket(Bucket=made.bucket)
+    made.upload()
+    return made
+
+
+@pytest.fixture
+def published(published_once: Published, proxy: Proxy) -> Published:
+    """The same, with nothing counted."""
+    return published_once
+
+
+@pytest.fixture
+def own(bucket: str, store: Store, proxy: Proxy, tiny: Checkpoint, tmp_path: Path) -> Published:
+    """The same again, to be changed."""
+    made = Published(bucket, "x", Path(shutil.copytree(tiny.folder, tmp_path / "uploaded")), store, proxy)
+    made.upload()
+    return made

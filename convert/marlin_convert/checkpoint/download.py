@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from marlin_convert.arguments import refuse_odd
-from marlin_convert.checkpoint.fetcher import HubFetcher
 from marlin_convert.checkpoint.hub import HubStore, open_hub
 from marlin_convert.checkpoint.hub_errors import AGAIN, hub_errors
 from marlin_convert.checkpoint.hub_files import HubOptions
 from marlin_convert.checkpoint.index import INDEX_NAME, weight_names
 from marlin_convert.checkpoint.source import auxiliary_files, is_repository
+from marlin_convert.checkpoint.staging import RemoteFetcher
 from marlin_convert.checkpoint.store import RECORD
 from marlin_convert.documents.codec import write
 from marlin_convert.documents.records import DownloadRecord
@@ -64,7 +64,7 @@ def download(
         raise UsageError(f"{repo} is not the id of a hub repository; give org/name")
     store = open_hub(repo, replace(options, max_workers=options.max_workers or WORKERS))
     files = needed_files(store, include, exclude)
-    fetcher = HubFetcher(store, {repo: files}, None, progress)
+    fetcher = RemoteFetcher(store, {repo: files}, None, progress)
     _refuse_full_disk(store.place, fetcher.room)
     if options.local_dir is None:
         place = _pin_revision(store)

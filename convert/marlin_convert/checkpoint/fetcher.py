@@ -1,4 +1,4 @@
-"""The source files that units of the output read: at hand in a folder, or fetched from the hub a little
+"""The source files that units of the output read: at hand in a folder, or fetched a little
 ahead of the units and removed once the last unit that reads them is recorded.
 """
 
@@ -7,17 +7,12 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from threading import Condition, Thread
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from marlin_convert.errors import SourceError
-from marlin_convert.progress import Point, Progress
 from marlin_convert.threads import make_do
-
-if TYPE_CHECKING:
-    from marlin_convert.checkpoint.hub import HubStore
 
 #: downloads at a time: while one is hashed the other keeps the link busy, and little is under way at the end
 WORKERS = 2
@@ -180,65 +175,6 @@ class AheadFetcher(Fetcher):
             return None
 
 
-class HubFetcher(AheadFetcher):
-    """The files of a repository. Those that lie in `staging` are removed when no unit needs them any more;
-    others are never touched.
-    """
-
-    def __init__(
-        self,
-        store: HubStore,
-        needed: Needed,
-        staging: Path | None,
-        progress: Progress | None,
-        look_ahead: int = LOOK_AHEAD,
-    ) -> None:
-        super().__init__(needed, store.options.max_workers, look_ahead)
-        self._store, self._staging, self._progress = store, staging, progress
-        self._sizes = {file: store.files[file].size for file in self._queue}
-        self._got = dict.fromkeys(self._queue, 0)
-        self.place = None if staging is not None and store.options.free_source else store.place
-        self.room = self._room()
-
-    def start(self) -> None:
-        """Remove what no unit needs from an earlier run's staging, then begin to fetch."""
-        if self._staging is not None:
-            sweep(self._staging, set(self._queue))
-        self._tell()
-        super().start()
-
-    def _path(self, file: str) -> Path:
-        return self._store.path(file)
-
-    def _bring(self, file: str) -> Path:
-        return self._store.fetch(file, self._staging, partial(self._received, file))
-
-    def _let_go(self, file: str) -> None:
-        path = self._path(file)
-        if path.parent == self._staging:
-            path.unlink(missing_ok=True)
-        self._store.forget(file)
-
-    def _room(self) -> int:
-        """Bytes that files still to be fetched take on the disk: all of them, or the most at a time."""
-        store, staging, sizes = self._store, self._staging, self._sizes
-        if self.place is not None or staging is None:
-            return sum(size for file, size in sizes.items() if store.find(file, staging) is None)
-        to_stage = {file: 0 if store.find(file, None) else size for file, size in sizes.items()}
-        staged = sum(path.stat().st_size for path in staging.glob("*") if path.name in sizes)
-        return max(most_at_once(self._needed, to_stage, self._look_ahead) - staged, 0)
-
-    def _received(self, file: str, size: int) -> None:
-        with self._change:
-            self._go_on()
-            self._got[file] = min(size, self._sizes[file])
-            self._tell()
-
-    def _tell(self) -> None:
-        if self._progress is not None:
-            self._progress(Point("downloading", sum(self._got.values()), sum(self._sizes.values())))
-
-
 def stamp(status: os.stat_result) -> list[int]:
     """Size, modification and change time (ns): whatever is written to a file or put in its place changes the
     last, which nobody can set.
@@ -273,21 +209,3 @@ def most_at_once(needed: Needed, sizes: Mapping[str, int], look_ahead: int = LOO
                 held.add(file)
         most = max(most, sum(sizes[file] for file in held))
     return most
-
-
-def sweep(staging: Path, wanted: set[str]) -> None:
-    """Remove from a staging folder all but the wanted files: other files, and what a killed download left
-    half-done. Raises SourceError where a link leads elsewhere.
-    """
-    if staging.is_symlink():
-        raise SourceError(f"{staging} is a link: what it leads to is not ours to remove; move the link away")
-    if not staging.is_dir():
-        return
-    for path in staging.iterdir():
-        if path.is_file() and path.suffix == ".safetensors" and path.name not in wanted:
-            path.unlink()
-    parts = staging / ".cache" / "huggingface" / "download"
-    if parts.resolve() == staging.resolve() / parts.relative_to(staging):  # behind no link
-        for path in parts.glob("*.incomplete"):
-            with suppress(OSError):
-                path.unlink()

@@ -9,25 +9,25 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 
 from marlin_convert.checkpoint.compared import difference
-from marlin_convert.checkpoint.fetcher import Fetcher, HubFetcher, Needed
+from marlin_convert.checkpoint.fetcher import Fetcher, Needed
 from marlin_convert.checkpoint.file_reader import FileReader
-from marlin_convert.checkpoint.header import Header, read_header
+from marlin_convert.checkpoint.header import Header
 from marlin_convert.checkpoint.hub_errors import AGAIN, hub_errors
-from marlin_convert.checkpoint.hub_files import HubFile, HubFiles, HubOptions, Received, remove_fetched
+from marlin_convert.checkpoint.hub_files import HubFile, HubFiles, HubOptions, remove_fetched
 from marlin_convert.checkpoint.index import SourceTensor
-from marlin_convert.checkpoint.store import START, FolderStore, folder_of_commit
+from marlin_convert.checkpoint.ranged import header_by_ranges
+from marlin_convert.checkpoint.staging import Received, RemoteFetcher
+from marlin_convert.checkpoint.store import FolderStore, folder_of_commit, part_of_file
 from marlin_convert.documents.bounds import bound_of
 from marlin_convert.errors import MachineError, SourceError
 from marlin_convert.progress import Progress
 from marlin_convert.storage.source_reader import SourceReader
 
-#: asked for first of each file: all of a small header; of a large one the length, and the rest is one more
-#: request
-FIRST = 64 << 10
 #: downloads of a file, where it does not come or is not what was published
 TRIES = 3
 
@@ -66,6 +66,15 @@ class HubStore:
 
         return Path(self.options.local_dir or self.options.cache_dir or constants.HF_HUB_CACHE)
 
+    @property
+    def max_workers(self) -> int | None:
+        """See `RemoteStore`."""
+        return self.options.max_workers
+
+    def stages(self, staging: Path | None) -> bool:
+        """See `RemoteStore`."""
+        return staging is not None and self.options.free_source
+
     def places(self) -> set[Path]:
         """See `Store`."""
         return {self.place.resolve()}
@@ -102,22 +111,20 @@ class HubStore:
 
     def header(self, name: str) -> Header:
         """The checked header of a weight file, by range requests only. Raises SourceError, MachineError."""
-        file, have = self._file(name), b""
-
-        def read(offset: int, length: int) -> bytes:
-            nonlocal have
-            if (end := offset + length) > len(have):
-                upto = min(max(end + START, FIRST), file.size)
-                have += self.hub.read(file, range(len(have), upto))
-            return have[offset:end]
-
-        header = read_header(name, file.size, read)
-        self._starts[name] = read(header.data_start, min(START, file.size - header.data_start))
+        file = self._file(name)
+        header, self._starts[name] = header_by_ranges(name, file.size, partial(self.hub.read, file))
         return header
 
     def start(self, header: Header) -> bytes:
         """The first START bytes of a file's data; they came with the header."""
         return self._starts[header.file]
+
+    def etag(self, name: str) -> None:
+        """Its commit says which file it is."""
+
+    def part(self, name: str, offset: int, size: int) -> bytes:
+        """See `Store`; the file is fetched."""
+        return part_of_file(self.path(name), offset, size)
 
     def path(self, name: str) -> Path:
         """A weight file on the disk; fetched now if it was not before. Raises SourceError, MachineError."""
@@ -125,7 +132,7 @@ class HubStore:
 
     def fetcher(self, needed: Needed, staging: Path, progress: Progress | None) -> Fetcher:
         """Fetches into `staging` if files are to be freed, else to the chosen folder or the cache."""
-        return HubFetcher(self, needed, staging, progress)
+        return RemoteFetcher(self, needed, staging, progress)
 
     def reader(self, tensors: Mapping[str, SourceTensor], direct: bool) -> SourceReader:
         """What has just been fetched and hashed is in the page cache: reading past it would read the disk."""

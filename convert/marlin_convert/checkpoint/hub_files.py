@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +19,12 @@ from typing import Any
 from marlin_convert.checkpoint.compared import difference
 from marlin_convert.checkpoint.fetcher import stamp
 from marlin_convert.checkpoint.hub_errors import AGAIN, hub_errors
+from marlin_convert.checkpoint.staging import Received
 from marlin_convert.errors import MachineError, SourceError
 from marlin_convert.storage.files import open_regular
 
 #: requests for the same bytes, where the answer breaks off
 ATTEMPTS = 4
-#: called with the bytes of a file that have come so far; fewer than before where it begins again
-Received = Callable[[int], None]
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 and different weights.
 
 A folder is identified by a sample of each file, a repository by its commit and the sha256 that the hub
-publishes of each file; a folder that is said to be of a commit by all of these. All have the digests of the
-header and of the first bytes of data, and the id is made of these alone: the same bytes give the same shards,
-whichever way they came.
+publishes of each file; a folder that is said to be of a commit by all of these. An
+object has its ETag. All have the digests of the header and of the first bytes of data, and the id is made of
+these alone: the same bytes give the same shards, whichever way they came.
 """
 
 from __future__ import annotations
@@ -46,7 +46,13 @@ def _identify_file(source: Source, header: Header, sampled: bool) -> FileIdentit
     start, sha256 = xxhash.xxh3_128_hexdigest(source.store.start(header)), source.store.sha256(header.file)
     sample = _sample(source, header) if sampled and source.folder is not None else None
     return FileIdentity(
-        header.file, header.size, xxhash.xxh3_128_hexdigest(header.raw), start, sample, sha256
+        name=header.file,
+        size=header.size,
+        header=xxhash.xxh3_128_hexdigest(header.raw),
+        start=start,
+        sample=sample,
+        sha256=sha256,
+        etag=source.store.etag(header.file),
     )
 
 

@@ -22,11 +22,13 @@ from marlin_convert.checkpoint.index import (
     weight_files,
     weight_names,
 )
+from marlin_convert.checkpoint.object_store import open_objects
 from marlin_convert.checkpoint.store import RECORD, FolderStore, Store, download_record, folder_of_commit
 from marlin_convert.documents.bounds import ALL_COPIED, COPIED, MANIFEST
 from marlin_convert.documents.codec import begins_ours
 from marlin_convert.errors import ConvertError, SourceError, UsageError
 from marlin_convert.models.family import ModelConfig, parse_config
+from marlin_convert.storage.objects import is_uri
 from marlin_convert.threads import Workers
 
 #: never copied beside the shards: other weights, and what version control and downloaders leave
@@ -68,12 +70,16 @@ class Source:
 
     @property
     def folder(self) -> Path | None:
-        """The folder that holds all of it; None for a repository."""
+        """The folder that holds all of it; None for a repository or an object store."""
         return self.store.folder
 
     def path(self, file: str) -> Path:
         """Where a file of the checkpoint can be read; one that has to be fetched is fetched now."""
         return self.store.path(file)
+
+    def part(self, file: str, offset: int, size: int) -> bytes:
+        """Some bytes of a file of the checkpoint. Raises SourceError, MachineError."""
+        return self.store.part(file, offset, size)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -109,8 +115,8 @@ class Source:
 
 
 def open_source(source: str | os.PathLike[str], hub: HubOptions | None = None) -> Source:
-    """Open a checkpoint: a folder, else a repository `org/name` of the hub. Headers only; no tensor data is
-    read.
+    """Open a checkpoint: a prefix `s3://bucket/prefix` in an object store, a folder, else a repository
+    `org/name` of the hub. Headers only; no tensor data is read.
 
     Raises SourceError where it is damaged, incomplete or of another kind, UsageError where it is neither,
     MachineError where the network fails.
@@ -170,6 +176,8 @@ def _refuse_names(names: Iterable[str]) -> None:
             length = len(name.encode())
         except UnicodeEncodeError:
             raise SourceError(f"the name {name!r} is no text in UTF-8; rename or remove that file") from None
+        if "\0" in name:
+            raise SourceError(f"the name {name!r} has a zero byte, which no file has; rename that object")
         if length > MAX_NAME:
             raise SourceError(
                 f"the name {name} has {length} bytes, expected at most {MAX_NAME}; rename or remove that file"
@@ -183,6 +191,8 @@ def is_repository(source: str) -> bool:
 
 def _store(source: str, hub: HubOptions | None) -> tuple[Store, tuple[str, ...]]:
     """The store that a name stands for, and notes for people about that choice."""
+    if is_uri(source):
+        return open_objects(source, hub or HubOptions()), ()
     folder = Path(source)
     if folder.is_dir():
         if hub is not None and (hub.revision or hub.free_source or hub.local_dir):
@@ -207,8 +217,8 @@ def _store(source: str, hub: HubOptions | None) -> tuple[Store, tuple[str, ...]]
         )
     if not is_repository(source):
         raise UsageError(
-            f"{source} does not exist; give the folder that holds config.json and the .safetensors files, or"
-            " a repository org/name"
+            f"{source} does not exist; give the folder that holds config.json and the .safetensors files,"
+            " s3://bucket/prefix or a repository org/name"
         )
     return open_repository(source, hub or HubOptions())
 

@@ -1,5 +1,5 @@
 """Where a checkpoint's files are: what its reader asks of any such place, and the answers of a folder;
-`hub.py` has those of a repository.
+`hub.py` has those of a repository, `object_store.py` those of a prefix in an object store.
 """
 
 from __future__ import annotations
@@ -92,8 +92,14 @@ class Store(Protocol):
     def sha256(self, name: str) -> str | None:
         """What the hub publishes as the digest of a file."""
 
+    def etag(self, name: str) -> str | None:
+        """What an object store has as the mark of a file's content."""
+
+    def part(self, name: str, offset: int, size: int) -> bytes:
+        """Some bytes of a weight file."""
+
     def path(self, name: str) -> Path:
-        """A weight file on the disk, whole."""
+        """A weight file on the disk, whole; of an object store only while it is fetched for a conversion."""
 
     def places(self) -> set[Path]:
         """Real paths of the folders in which the user's own source files are."""
@@ -162,6 +168,13 @@ class FolderStore:
         """What is known to be published of a weight file of `hub_commit`."""
         return self.published.get(name)
 
+    def etag(self, name: str) -> None:
+        """No object store has it."""
+
+    def part(self, name: str, offset: int, size: int) -> bytes:
+        """See `Store`. Raises SourceError, MachineError."""
+        return part_of_file(self.path(name), offset, size)
+
     def path(self, name: str) -> Path:
         """Where it lies."""
         return self.folder / name
@@ -224,6 +237,12 @@ def header_of(path: Path) -> Header:
     with open_file(path) as descriptor:
         size = os.fstat(descriptor).st_size
         return read_header(path.name, size, partial(read_exactly, descriptor, file=path.name))
+
+
+def part_of_file(path: Path, offset: int, size: int) -> bytes:
+    """Some bytes of a file on disk. Raises SourceError, MachineError."""
+    with open_file(path) as descriptor:
+        return read_exactly(descriptor, offset, size, path.name)
 
 
 @contextmanager

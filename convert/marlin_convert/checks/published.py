@@ -4,7 +4,6 @@ files themselves where they are given.
 
 from __future__ import annotations
 
-import os
 from functools import lru_cache
 
 import numpy as np
@@ -17,8 +16,7 @@ from marlin_convert.documents.manifest import Manifest
 from marlin_convert.errors import SourceError
 from marlin_convert.shards.kept_source import ZEROS, KeptSource
 from marlin_convert.storage.buffers import Bytes
-from marlin_convert.storage.files import digest, open_regular
-from marlin_convert.storage.reads import read_exactly
+from marlin_convert.storage.files import digest
 
 #: a tensor up to this size is read whole to be hashed; expert matrices are, and then compared
 WHOLE = 64 << 20
@@ -96,6 +94,4 @@ class Published:
     def _read(self, name: str, offset: int, size: int) -> Bytes:
         """Plain reads, tensor by tensor: on purpose not the way the conversion reads."""
         assert self._source is not None
-        file = self._source.tensors[name].file
-        with os.fdopen(open_regular(self._source.path(file)), "rb") as opened:
-            return np.frombuffer(read_exactly(opened.fileno(), offset, size, file), np.uint8)
+        return np.frombuffer(self._source.part(self._source.tensors[name].file, offset, size), np.uint8)

@@ -56,10 +56,12 @@ def command(
     as_json: bool,
     **what: Any,
 ) -> None:
-    """Convert the checkpoint SOURCE, a folder or a hub repository org/name, to shards for TP ranks in OUT.
+    """Convert the checkpoint SOURCE, a folder, s3://bucket/prefix or a hub repository org/name, to shards for
+    TP ranks in OUT.
 
-    Run it again after any failure or interruption: it continues where it was. Files of a repository come
-    while earlier ones are converted, and are compared with what the hub publishes.
+    Run it again after any failure or interruption: it continues where it was. Files of a repository or an
+    object store come while earlier ones are converted; those of a repository are compared with what the hub
+    publishes.
     """
     from marlin_convert.checkpoint.hub_files import HubOptions
     from marlin_convert.pipeline.run import convert

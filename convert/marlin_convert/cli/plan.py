@@ -54,10 +54,10 @@ def command(
 ) -> None:
     """Show what `convert` would write, from headers alone, and what it would do in OUT. Nothing is converted.
 
-    SOURCE is the folder of a published checkpoint, or a hub repository org/name, of which only headers are
-    fetched. With OUT this is `convert --dry-run`: it tells the time that the disk needs, by a short
-    measurement that writes a file there and removes it, and ends with the error and the exit code that
-    `convert` would end with before it begins.
+    SOURCE is the folder of a published checkpoint, s3://bucket/prefix in an object store, or a hub repository
+    org/name; of the last two only headers are fetched. With OUT this is `convert --dry-run`: it tells the
+    time that the disk needs, by a short measurement that writes a file there and removes it, and ends with
+    the error and the exit code that `convert` would end with before it begins.
     """
     from marlin_convert.checkpoint.hub_files import HubOptions
     from marlin_convert.pipeline.preview import plan
@@ -142,9 +142,11 @@ def _show_totals(report: PlanReport) -> None:
         said = "" if report.source.folder is None else " (to be proven: convert compares every weight file)"
         output.result("from: {} at commit {}".format(*report.source.store.hub_commit) + said)
     if (fetched := report.fetched()) is not None:
+        of_hub = report.source.store.hub_commit is not None
         output.result(
-            f"to fetch: {fetched[0]:,} bytes ({gigabytes(fetched[0])}), kept beside the output; with"
-            f" --free-source at most {fetched[1]:,} bytes ({gigabytes(fetched[1])}) at a time"
+            f"to fetch: {fetched[0]:,} bytes ({gigabytes(fetched[0])}),"
+            f"{' kept beside the output; with --free-source' if of_hub else ''} at most {fetched[1]:,} bytes"
+            f" ({gigabytes(fetched[1])}) at a time"
         )
     whose = "each rank loads" if made.topology.pp == 1 else "a rank of the largest stage loads"
     output.result(

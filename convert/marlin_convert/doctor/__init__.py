@@ -44,6 +44,7 @@ OTHERS = (
     "matplotlib",
     "llvmlite",
     "hf-xet",
+    "boto3",
 )
 #: a conversion for tp ranks keeps the files of two units open
 OPEN_FILES = 512

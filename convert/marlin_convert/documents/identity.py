@@ -14,7 +14,7 @@ from marlin_convert.documents.fields import Digest, Positive, RelativePath, Sha2
 
 class FileIdentity(Struct, frozen=True, omit_defaults=True):
     """One weight file: its bytes, the digests of its header and of the start of its data, of a sample of all
-    of it (folder), and the published sha256 (repository, or a folder of which it is known).
+    of it (folder), the published sha256 (repository, or a folder of which it is known), the ETag (object).
     """
 
     name: Annotated[RelativePath, about("file name in the checkpoint")]
@@ -28,6 +28,10 @@ class FileIdentity(Struct, frozen=True, omit_defaults=True):
     sha256: Annotated[
         Sha256 | None,
         about("what the hub publishes, compared with every file that was read; where repo is there"),
+    ] = None
+    etag: Annotated[
+        Text | None,
+        about("the ETag of the object, without quotation marks; where it came from an object store"),
     ] = None
 
     def difference(self, other: FileIdentity) -> str | None:
@@ -82,6 +86,13 @@ class SourceIdentity(Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Whether it is of a folder."""
         return any(file.sample is not None for file in self.files)
 
+    @property
+    def kind(self) -> str:
+        """Whence it came, for people."""
+        if self.sampled:
+            return "a folder"
+        return "an object store" if any(file.etag for file in self.files) else f"{self.repo} on the hub"
+
     def unclaimed(self) -> SourceIdentity:
         """The same content, without a word on where it was published."""
         files = tuple(replace(file, sha256=None) for file in self.files)
@@ -94,10 +105,18 @@ class SourceIdentity(Struct, frozen=True, kw_only=True, omit_defaults=True):
                 f"it was commit {self.revision} of {self.repo}, now it is {other.revision}; give --revision"
                 f" {self.revision} to continue"
             )
-        if self.sampled != other.sampled:
-            mine, its = ("a folder" if look.sampled else f"{look.repo} on the hub" for look in (self, other))
-            return f"before it was {mine}, now it is {its}"
-        return self.difference(other)
+        if self.kind != other.kind:
+            return f"before it was {self.kind}, now it is {other.kind}"
+        return self.difference(other) or self.rewritten(other)
+
+    def rewritten(self, other: SourceIdentity) -> str | None:
+        """Which object was written again, in words; None where none was. What is in it now cannot be told
+        from its header and the start of its data.
+        """
+        for mine, its in zip(self.files, other.files, strict=True):
+            if None not in (mine.etag, its.etag) and mine.etag != its.etag:
+                return f"{mine.name} was written again: its ETag was {mine.etag}, now it is {its.etag}"
+        return None
 
     def difference(self, other: SourceIdentity) -> str | None:
         """What differs in content, in words; None where nothing that both know does."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from marlin_convert.checkpoint.index import INDEX_NAME
 from marlin_convert.checkpoint.source import Source
+from marlin_convert.checkpoint.staging import PARTS
 from marlin_convert.documents.bounds import LISTED
 from marlin_convert.documents.manifest import Manifest, parse_manifest, sealed_manifest
 from marlin_convert.documents.provenance import NAME as PROVENANCE
@@ -23,7 +24,7 @@ from marlin_convert.storage.writer import PARTIAL
 
 #: what every conversion writes at the top, beside the small files it copies
 OWN = frozenset({"manifest.json", PROVENANCE, "digests.bin", "config.json", "README.md"})
-_INDEX, _WORK, _REMOVING = map(re.escape, (INDEX_NAME, WORK, REMOVING))
+_INDEX, _WORK, _REMOVING, _PARTS = map(re.escape, (INDEX_NAME, WORK, REMOVING, PARTS))
 #: the end of a name until the file is whole, with or without that of an attempt
 UNTIL_WHOLE = rf"(?: \. [0-9a-f]{{8}} )? {re.escape(PARTIAL)}"
 _PARTIAL = f"(?: {UNTIL_WHOLE} )?"
@@ -47,7 +48,8 @@ IN_WORK = re.compile(
         | (?: job\.json | {_REMOVING} | manifest\.json | units / {_UNIT} \.json ) {_PARTIAL}
         | {BEFORE} / manifest\.json
         | documents / \d+
-        | staging / (?: {_PART} / )? (?: [^/]+ \.safetensors | \.cache/huggingface/.+ )
+        | staging / (?: {_PART} / )?
+            (?: [^/]+ \.safetensors (?: {_PARTS} )? {_PARTIAL} | \.cache/huggingface/.+ )
     )
     """
 )

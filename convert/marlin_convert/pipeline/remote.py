@@ -1,6 +1,6 @@
 """One unit of a conversion made in a process that knows nothing but this task: on whatever machine, for
 whatever brings tasks to machines. SOURCE and OUT are folders that all machines have in common, or SOURCE is a
-repository.
+repository or in an object store.
 """
 
 from __future__ import annotations
@@ -104,13 +104,14 @@ def _ready(pickled: bytes) -> _Ready:
     """A job on this machine: a process opens it once for all its units."""
     job: Job = pickle.loads(pickled)
     node = platform.node()
-    if (here := package_version("marlin-convert")) != job.version:
+    if (version := package_version("marlin-convert")) != job.version:
         raise MachineError(
-            f"{node} has marlin-convert {here}, the run was begun by {job.version}; install the same version"
-            " on all machines, then run the same command again"
+            f"{node} has marlin-convert {version}, the run was begun by {job.version}; install the same"
+            " version on all machines, then run the same command again"
         )
     source, plan = job.origin.open()
-    if (difference := job.identity.difference(identify(source, sampled=False))) is not None:
+    here = identify(source, sampled=False)
+    if (difference := job.identity.difference(here) or job.identity.rewritten(here)) is not None:
         raise _not_common(node, job.origin.source, difference)
     if stamps(source, job.stamps) != job.stamps:
         raise _not_common(node, job.origin.source, "the times of its files differ")

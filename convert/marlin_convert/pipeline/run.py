@@ -45,7 +45,7 @@ def convert(
     engine: str | None = None,
     ray_address: str | None = None,
 ) -> Converted:
-    """Convert a checkpoint, a folder or a repository `org/name`; run again, it continues.
+    """Convert a checkpoint: a folder, `s3://bucket/prefix` or a repository `org/name`; again, it continues.
 
     `attn_tp` cuts attention and dense layers into so many slices, each on tp / attn_tp ranks (None: into tp);
     `pp` spreads the layers over so many pipeline stages of tp ranks each. `expert_map` is a file that says
@@ -55,7 +55,7 @@ def convert(
     (each buffer is inverted and compared with the source before it is written), "kernel" (and each written
     layer goes through the kernel on a GPU) or "none". `progress(point)` gets a
     `progress.Point` of source bytes and may be called from any thread; `fetch_progress` the same for what
-    comes from the hub. `hub` says how a repository
+    comes from the hub or an object store. `hub` says how a repository
     is read and kept. `overwrite` keeps what the same conversion has made and removes any other one, where
     `confirm(files)` agrees or is not given: then nobody is asked. `shard` "I/N" makes the Ith share, from 0,
     of N, which may run at the same time on machines that have SOURCE and OUT in common; who ends last

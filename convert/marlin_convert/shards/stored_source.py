@@ -115,6 +115,14 @@ class ConvertedStore:
         """What was known to be published."""
         return next(file.sha256 for file in self.manifest.source.files if file.name == name)
 
+    def etag(self, name: str) -> str | None:
+        """What it was in an object store."""
+        return next(file.etag for file in self.manifest.source.files if file.name == name)
+
+    def part(self, name: str, offset: int, size: int) -> bytes:
+        """There are no such files."""
+        raise NotImplementedError
+
     def path(self, name: str) -> Path:
         """There are no such files."""
         raise NotImplementedError

@@ -232,9 +232,13 @@ def write_all(descriptor: int, data: memoryview, offset: int) -> None:
 
 @contextmanager
 def machine_errors(what: str) -> Iterator[None]:
-    """Turn an OSError into a MachineError that says what was being done and what to do next."""
+    """Turn an OSError into a MachineError that says what was being done and what to do next; not the
+    InterruptedError by which work breaks off that nobody needs any more.
+    """
     try:
         yield
+    except InterruptedError:
+        raise
     except OSError as error:
         raise machine_error(what, error) from error
 

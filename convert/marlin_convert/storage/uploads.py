@@ -11,7 +11,7 @@ from threading import Lock
 from typing import Any
 
 from marlin_convert.errors import MachineError
-from marlin_convert.storage.files import machine_error, open_regular
+from marlin_convert.storage.files import machine_errors, open_regular
 from marlin_convert.storage.object_errors import AGAIN, MissingError, PreconditionError, again
 from marlin_convert.storage.objects import Objects, StoredObject, content_md5
 from marlin_convert.storage.reads import ShortFileError, read_exactly
@@ -36,7 +36,7 @@ def upload(
     read or is changed meanwhile.
     """
     try:
-        with os.fdopen(open_regular(path), "rb") as file:
+        with machine_errors(f"reading {path}"), os.fdopen(open_regular(path), "rb") as file:
             before = os.fstat(file.fileno())
             if before.st_size <= PART:
                 data = read_exactly(file.fileno(), 0, before.st_size, path)
@@ -45,12 +45,8 @@ def upload(
             else:
                 _in_parts(objects, name, file.fileno(), sent)
             after = os.stat(path)
-    except InterruptedError:
-        raise
     except ShortFileError as error:
         raise _touched(path) from error
-    except OSError as error:
-        raise machine_error(f"reading {path}", error) from error
     stored = objects.head(name)
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise _touched(path)

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from marlin_convert.assemble import assemble_expert, read_pieces
+from marlin_convert.assemble import assemble_expert
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.checks.findings import Finding, on_some_rank
 from marlin_convert.checks.split import Split
 from marlin_convert.layout.protocol import PROJECTIONS, ExpertShape, Layout, Role
 from marlin_convert.storage.buffers import Bytes
 from marlin_convert.storage.files import digest
-from marlin_convert.storage.reads import Piece, PieceReader
 
 #: (packed int32 [N, K/8], scale uint16 [N, K/g]) per projection
 Original = dict[str, tuple[npt.NDArray[np.int32], npt.NDArray[np.uint16]]]
@@ -66,11 +65,9 @@ def originals_from_source(source: Source, files: LayerFiles) -> Originals:
             for kind in Role
         ]
         places = [source.tensors[name] for name in names]
-        data = read_pieces(
-            PieceReader(source.path, direct=False),
-            [Piece(p.file, p.entry.offset, p.entry.size) for p in places],
+        arrays = (
+            np.frombuffer(source.part(p.file, p.entry.offset, p.entry.size), np.uint8).copy() for p in places
         )
-        arrays = iter(data)
         return [
             {
                 projection: _matrix(files.shape, projection, next(arrays), next(arrays))
