@@ -185,13 +185,15 @@ def test_sweeping(tmp_path: Path) -> None:
     below = tmp_path / ".cache" / "huggingface" / "download"
     below.mkdir(parents=True)
     wanted, mine = "wanted.safetensors", "mine.txt"
-    for path in (tmp_path / wanted, tmp_path / "done.safetensors", tmp_path / mine):
-        path.write_bytes(b"")
+    noted = {f"{wanted}.parts", f"{wanted}.partial"}
+    begun = ("done.safetensors.parts", "done.safetensors.partial", "done.safetensors.parts.partial")
+    for name in (wanted, "done.safetensors", mine, *noted, *begun):
+        (tmp_path / name).write_bytes(b"")
     for path in (below / "x.incomplete", below / "wanted.metadata"):
         path.write_bytes(b"")
     sweep(tmp_path, {wanted})
     left = {path.name for path in tmp_path.rglob("*") if path.is_file()}
-    assert left == {wanted, mine, "wanted.metadata"}
+    assert left == {wanted, mine, "wanted.metadata", *noted}
 
 
 def test_what_lies_behind_a_link_in_a_staging_folder_is_not_swept(tmp_path: Path) -> None:

@@ -10,9 +10,6 @@ from pathlib import Path
 import pytest
 
 from checkpoints import Checkpoint
-
-pytest.importorskip("boto3", reason="boto3 is not installed: the extra s3")
-pytest.importorskip("swift", reason="OpenStack Swift, the object store of these tests, is not installed")
 from s3.proxy import Proxy
 from s3.server import Store
 from s3.setting import Published, environment
@@ -21,6 +18,8 @@ from s3.setting import Published, environment
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     """The servers."""
+    pytest.importorskip("boto3", reason="boto3 is not installed: it is in the extra s3")
+    pytest.importorskip("swift", reason="OpenStack Swift, the object store of these tests, is not installed")
     running = Store(tmp_path_factory.mktemp("store"))
     try:
         running.start()

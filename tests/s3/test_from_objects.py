@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -90,25 +91,32 @@ def test_convert_and_verify_through_faults(
         assert (code, "exact" in shown) == (0, True), err
 
 
-def test_free_source_says_what_is_so_anyway(
+def test_each_byte_is_fetched_once_and_what_follows(
     command: Command, published: Published, tiny_tp2: Path, tmp_path: Path
 ) -> None:
-    code, _, err = command("convert", published.uri, tmp_path / "out", "--tp", 2, "--free-source")
+    out, line = tmp_path / "out", ("--tp", 2, "--free-source")
+    code, _, err = command("convert", published.uri, out, *line)
     assert code == 0, err
-    assert differences(tmp_path / "out", tiny_tp2, OWN) == []
-    weights = {f"{published.prefix}/{path.name}" for path in published.weights}
-    assert weights <= published.listed().keys()
-
-
-def test_each_byte_is_fetched_once(command: Command, published: Published, tmp_path: Path) -> None:
-    assert command("convert", published.uri, tmp_path / "out", "--tp", 2, "--layers", 1)[0] == 0
-    published.proxy.requests.clear()
-    assert command("convert", published.uri, tmp_path / "all", "--tp", 2)[0] == 0
     for path in published.weights:
         size = path.stat().st_size
         parts = [(at, min(at + SMALL, size) - 1) for at in range(0, size, SMALL)]
         header = (0, min(SMALL, size) - 1)
         assert published.fetched(path.name) == sorted([header, *parts])
+    assert differences(out, tiny_tp2, OWN) == []
+    weights = {f"{published.prefix}/{path.name}" for path in published.weights}
+    assert weights <= published.listed().keys()
+    code, _, err = command("convert", published.folder, out, "--tp", 2)
+    assert (code, "before it was an object store, now it is a folder" in err) == (3, True)
+    assert command("reshard", out, tmp_path / "again", "--tp", 2)[0] == 0
+    assert differences(out, tmp_path / "again", {"provenance.json"}) == []
+    (out / "rank-01-of-02" / "layer-001.safetensors").unlink()
+    assert command("convert", published.uri, out, *line)[0] == 0
+    assert differences(out, tiny_tp2, OWN) == []
+
+
+def test_from_a_folder_to_a_store(command: Command, published: Published, copied: Path) -> None:
+    code, _, err = command("convert", published.uri, copied, "--tp", 2)
+    assert (code, "before it was a folder, now it is an object store" in err) == (3, True)
 
 
 def test_another_content_is_found_by_verify(command: Command, own: Published, tiny_tp2: Path) -> None:
@@ -128,9 +136,11 @@ from marlin_convert.cli import main
 main()"""
 
 
-def killed_in_the_midst(published: Published, out: Path) -> tuple[Path, set[int]]:
-    """Begin a conversion and kill it while a file comes; returns what has come of it, and the numbers of the
-    parts that are noted.
+def ended_in_the_midst(
+    published: Published, out: Path, by: int = signal.SIGKILL, code: int = -signal.SIGKILL
+) -> tuple[Path, set[int]]:
+    """Begin a conversion and end it by a signal while a file comes; returns what has come of it, and the
+    numbers of the parts that are noted.
     """
     published.proxy.fault = lambda request: Fault(pause=0.2) if request.data else None
     command = [sys.executable, "-c", SMALL_PARTS, "convert", published.uri, str(out), "--tp", "2"]
@@ -142,7 +152,9 @@ def killed_in_the_midst(published: Published, out: Path) -> tuple[Path, set[int]
                 noted = notes.read_text().splitlines()[1:]
                 partial = notes.with_name(f"{notes.name.removesuffix('.parts')}.partial")
                 if noted and partial.exists() and partial.stat().st_size > (len(noted) + 8) * SMALL:
-                    return partial, _killed(process, notes)
+                    process.send_signal(by)
+                    assert process.wait(30) == code
+                    return partial, {json.loads(line)[0] for line in notes.read_text().splitlines()[1:]}
             time.sleep(0.02)
     finally:
         process.kill()
@@ -151,17 +163,11 @@ def killed_in_the_midst(published: Published, out: Path) -> tuple[Path, set[int]
     raise AssertionError("nothing came")
 
 
-def _killed(process: subprocess.Popen[bytes], notes: Path) -> set[int]:
-    process.kill()
-    process.wait()
-    return {json.loads(line)[0] for line in notes.read_text().splitlines()[1:]}
-
-
 def test_killed_it_fetches_what_is_missing(
     command: Command, published: Published, tiny_tp2: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    partial, noted = killed_in_the_midst(published, out)
+    partial, noted = ended_in_the_midst(published, out)
     damaged = min(noted)
     with partial.open("r+b") as file:  # of what was noted one part is not what came
         file.seek(damaged * SMALL + 7)
@@ -177,11 +183,23 @@ def test_killed_it_fetches_what_is_missing(
     assert not (out / ".work").exists()
 
 
+def test_interrupted_it_stops_and_can_be_replaced(
+    command: Command, published: Published, tiny_tp2: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    partial, _ = ended_in_the_midst(published, out, signal.SIGTERM, 143)
+    assert partial.exists()
+    code, _, err = command("convert", published.folder, out, "--tp", 2, "--overwrite", "--yes")
+    assert code == 0, err
+    assert differences(out, tiny_tp2, {"provenance.json"}) == []
+    assert not (out / ".work").exists()
+
+
 def test_written_again_between_two_runs(
     command: Command, own: Published, tiny_tp2: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    partial, _ = killed_in_the_midst(own, out)
+    partial, _ = ended_in_the_midst(own, out)
     name = partial.name.removesuffix(".partial")
     data = bytearray((own.folder / name).read_bytes())
     data[-3] ^= 16
@@ -241,28 +259,6 @@ def test_refused_for_good_it_continues_later(
     code, _, err = command("convert", published.uri, out, "--tp", 2)
     assert code == 0, err
     assert differences(out, tiny_tp2, OWN) == []
-
-
-def test_from_a_folder_to_a_store_and_back(
-    command: Command, published: Published, tiny_tp2: Path, copied: Path, tmp_path: Path
-) -> None:
-    code, _, err = command("convert", published.uri, copied, "--tp", 2)
-    assert code == 3
-    assert "before it was a folder, now it is an object store" in err
-    assert command("convert", published.uri, tmp_path / "b", "--tp", 2)[0] == 0
-    code, _, err = command("convert", published.folder, tmp_path / "b", "--tp", 2)
-    assert code == 3
-    assert "before it was an object store, now it is a folder" in err
-
-
-def test_mended_and_cut_anew(command: Command, published: Published, tiny_tp2: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    assert command("convert", published.uri, out, "--tp", 2)[0] == 0
-    (out / "rank-01-of-02" / "layer-001.safetensors").unlink()
-    assert command("convert", published.uri, out, "--tp", 2)[0] == 0
-    assert differences(out, tiny_tp2, OWN) == []
-    assert command("reshard", out, tmp_path / "again", "--tp", 2)[0] == 0
-    assert differences(out, tmp_path / "again", {"provenance.json"}) == []
 
 
 @pytest.mark.parametrize(

@@ -195,9 +195,10 @@ def test_no_bucket(proxy: Proxy) -> None:
         ("AWS_ACCESS_KEY_ID", "nobody", "does not take the credentials|refuses"),
         ("AWS_ACCESS_KEY_ID", None, "there are no credentials"),
         ("AWS_PROFILE", "none-of-mine", "there are no credentials, or not all"),
+        ("AWS_REGION", "no region", "there is no such region; check AWS_REGION"),
     ],
 )
-def test_credentials(
+def test_configuration(
     objects: Objects, monkeypatch: pytest.MonkeyPatch, name: str, value: str | None, words: str
 ) -> None:
     if value is None:

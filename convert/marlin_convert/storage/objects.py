@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 import re
 from collections.abc import Iterator
 from contextlib import closing
@@ -30,8 +31,8 @@ from marlin_convert.storage.object_errors import (
 
 SCHEME = "s3://"
 BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
-#: bytes of a piece of an object that is read
-PIECE = 1 << 20
+#: bytes of a piece of an object that is read: who reads is asked after each whether to go on
+PIECE = 256 << 10
 #: connections that are kept; more are opened where more threads ask at the same time
 CONNECTIONS = 64
 #: seconds without any answer
@@ -97,6 +98,7 @@ class Objects:
         require("boto3")
         import boto3
         from botocore.config import Config
+        from botocore.exceptions import BotoCoreError
 
         config = Config(
             connect_timeout=CONNECT,
@@ -109,11 +111,13 @@ class Objects:
         )
         asked = self.asked("opening", "")
         try:
-            return boto3.session.Session().client("s3", config=config)
+            # which boto3 alone of the usual clients does not read
+            region = os.environ.get("AWS_REGION") or None
+            return boto3.session.Session().client("s3", region_name=region, config=config)
+        except BotoCoreError as error:
+            raise explain(asked, error)[1] from error
         except ValueError as error:  # the endpoint; of which nothing is repeated
             raise UsageError(f"{asked.what}: AWS_ENDPOINT_URL is not like https://host:port") from error
-        except Exception as error:
-            raise explain(asked, error)[1] from error
 
     def asked(self, verb: str, name: str) -> Asked:
         """A request for an object, or with "" for the prefix."""
