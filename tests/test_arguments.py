@@ -32,6 +32,19 @@ ODD: list[tuple[str, dict[str, Any]]] = [
     ("layers is 1; it must be a list of whole numbers", {"tp": 2, "layers": 1}),
     ("layers is '1';", {"tp": 2, "layers": "1"}),
     (r"ranks is \[0, '1'\];", {"tp": 2, "ranks": [0, "1"]}),
+    ("tp is a number of thousands of digits;", {"tp": 10**5000}),
+    ("ep is 9223372036854775808;", {"tp": 2, "ep": 1 << 63}),
+    (r"attn_tp is array\(\[1, 2\]\);", {"tp": 2, "attn_tp": np.array([1, 2])}),
+    (r"pp is array\(2\);", {"tp": 2, "pp": np.array(2)}),
+    (r"pp is np\.True_;", {"tp": 2, "pp": np.True_}),
+    ("attn_tp is nan;", {"tp": 2, "attn_tp": float("nan")}),
+    (r"layers is array\(1\);", {"tp": 2, "layers": np.array(1)}),
+    ("layers is <list_iterator object", {"tp": 2, "layers": iter([1])}),
+    (r"ranks is \{0: 1\};", {"tp": 2, "ranks": {0: 1}}),
+    (r"ranks is \[array\(\[0, 1\]\)\];", {"tp": 2, "ranks": [np.array([0, 1])]}),
+    ("expert_map is 5; it must be a path", {"tp": 2, "expert_map": 5}),
+    (r"expert_map is 'a\\x00b'; it must be a path", {"tp": 2, "expert_map": "a\0b"}),
+    (r"expert_map is '\\ud800'; it must be a path", {"tp": 2, "expert_map": "\ud800"}),
     ("out is 5; it must be a path", {"tp": 2, "out": 5}),
     ("source is b'x'; it must be a path", {"tp": 2, "source": b"x"}),
     ("--verify nonsense: choose one of", {"tp": 2, "verify": "nonsense"}),
@@ -67,6 +80,18 @@ def test_odd_values_of_a_conversion(
         ("device is 5.5;", lambda out: load_rank(out, 0, device=5.5)),
         ("threads is 0;", lambda out: load_rank(out, 0, device="cpu", threads=0)),
         ("give layers or units, not both", lambda out: load_rank(out, 0, layers=[1], units=["top"])),
+        ("units is 5; it must be a list of names", lambda out: load_rank(out, 0, device="cpu", units=5)),
+        (r"units is \[1\];", lambda out: load_rank(out, 0, device="cpu", units=[1])),
+        ("units is <list_iterator", lambda out: load_rank(out, 0, device="cpu", units=iter(["top"]))),
+        (r"path array\(\[1, 2\]\): choose", lambda out: load_rank(out, 0, path=np.array([1, 2]))),
+        ("device is 18446744073709551616;", lambda out: load_rank(out, 0, device=1 << 64)),
+        ("stage is 0.0;", lambda out: open_shards(out, 0, stage=0.0)),
+        ("rank is a number of thousands of digits;", lambda out: open_shards(out, 10**5000)),
+        ("out is 'a", lambda out: open_shards("a\0b")),
+        ("is not a folder", lambda out: verify("x" * 5000)),
+        ("no rank is asked for", lambda out: verify(out, ranks=[])),
+        ("no stage is asked for", lambda out: verify(out, stages=())),
+        ("ranks is <list_iterator", lambda out: verify(out, ranks=iter([1]))),
         ("has no layer-009 on rank 0", lambda out: load_rank(out, 0, device="cpu", layers=[9])),
         ("has no rank 2; it has 0, 1", lambda out: open_shards(out, 2)),
         ("rank is '0'; it must be a whole number of at least 0", lambda out: open_shards(out, "0")),
@@ -90,10 +115,13 @@ def test_a_gpu_that_is_not_there(tiny_tp2: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_numbers_of_numpy_and_paths_are_fine(tiny: Checkpoint, tmp_path: Path) -> None:
-    report = plan(tiny.folder, tmp_path / "out", tp=int(np.int64(2)), layers=np.array([1]), ranks=range(2))
+    two, layers = np.int64(2), np.array([1])
+    report = plan(tiny.folder, tmp_path / "out", tp=two, ep=two, layers=layers, ranks=range(2))
     assert [unit.name for unit in report.output.units] == ["layer-001"]
-    made = convert(str(tiny.folder), str(tmp_path / "out"), tp=2, layers=(1,))
-    assert verify(tmp_path / "out", tiny.folder).ok
+    asked = {"tp": two, "ep": two, "attn_tp": np.int8(1), "pp": two, "layers": layers, "memory": two << 30}
+    made = convert(str(tiny.folder), str(tmp_path / "out"), ranks=range(2), threads=two, **asked)
+    assert verify(tmp_path / "out", tiny.folder, ranks=np.array([1]), stages=[np.int64(1)]).ok
+    assert repr(open_shards(made.out, np.int64(1), stage=np.uint8(1))).endswith("rank=1, 18 tensors)")
     assert made.out == tmp_path / "out"
 
 

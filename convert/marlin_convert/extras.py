@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
+from marlin_convert.arguments import shown
 from marlin_convert.errors import MachineError, UsageError
 
 #: package -> extra of this project
@@ -58,10 +59,10 @@ def need_device(device: Any) -> str:
 
     try:
         wanted = torch.device(device)
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, ValueError):
         wanted = None
     if wanted is None or wanted.type not in ("cpu", "cuda"):
-        raise UsageError(f"device is {device!r}; it must be cpu, cuda, or cuda:N")
+        raise UsageError(f"device is {shown(device)}; it must be cpu, cuda, or cuda:N")
     if wanted.type == "cuda":
         if not torch.cuda.is_available():
             raise MachineError(

@@ -75,7 +75,7 @@ def allow(limits: Limits, threads: int | None = None, ranks: int = 0) -> Allowan
             space = (limits.space.value - PROGRAM_SPACE) // (2 * THREAD_SPACE)
             chosen = _less(chosen, space, limits.space.by)
     else:
-        chosen = Limit(threads, "--threads")
+        chosen = Limit(int(threads), "--threads")
     memory = Limit(max(DEFAULT_MEMORY, chosen.value * MEMORY_PER_THREAD), "threads")
     if limits.memory is not None:
         # the other half is for the page cache, where reading and writing go through it

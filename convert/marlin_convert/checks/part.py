@@ -90,7 +90,9 @@ def subset(what: str, wanted: Sequence[int] | None, present: Sequence[int]) -> S
     """Those of `present` that are wanted, all for None. Raises UsageError for one that is not there."""
     if wanted is None:
         return present
+    if not len(wanted):
+        raise UsageError(f"no {what} is asked for")
     if absent := sorted(set(wanted) - set(present)):
         there = f"there are {present[0]} to {present[-1]}" if present else "there are none at all"
         raise UsageError(f"there is no {what} {absent[0]} to check here; {there}")
-    return sorted(set(wanted))
+    return sorted({int(number) for number in wanted})

@@ -67,7 +67,7 @@ def verify(
     refuse_odd(lists=lists, places={"out": out, "source": source})
     spread = Spread.of((shard, engine, ray_address), threads, None, False)
     folder = Path(out)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # which takes any name, one that no file system would, too
         raise UsageError(f"{out} is not a folder")
     manifest = read_manifest(folder)
     part = Part.of(manifest, layers, ranks, stages, spread.share)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from marlin_convert.arguments import refuse_odd
+from marlin_convert.arguments import items, refuse_odd, shown
 from marlin_convert.documents.manifest import FusedTensor, Shard, StoredTensor
 from marlin_convert.errors import MachineError, UsageError
 from marlin_convert.extras import need_device, require
@@ -115,8 +115,8 @@ def load_shards(
             raise UsageError("give layers or units, not both")
         units = [f"layer-{layer:03d}" for layer in layers]
     chosen = _chosen(shards, units)
-    if path not in PATHS:
-        raise UsageError(f"path {path}: choose one of {', '.join(PATHS)}")
+    if not isinstance(path, str) or path not in PATHS:
+        raise UsageError(f"path {shown(path)}: choose one of {', '.join(PATHS)}")
     begin = time.perf_counter()
     if need_device(device) == "cpu":
         return LoadedRank(host_tensors(shards, units), "host")
@@ -201,6 +201,9 @@ def _chosen(shards: Shards, units: Sequence[str] | None) -> list[Shard]:
     """The files of some units, or of all."""
     if isinstance(units, str):
         raise UsageError(f'units is a list, such as ["{units}"]')
+    names = () if units is None else items(units)
+    if names is None or not all(isinstance(name, str) for name in names):
+        raise UsageError(f'units is {shown(units)}; it must be a list of names, such as ["layer-001", "top"]')
     chosen = [shard for shard in shards.shards() if units is None or shard.unit in units]
     if units is not None and (absent := sorted(set(units) - {shard.unit for shard in chosen})):
         raise UsageError(f"{shards.out} has no {absent[0]} on rank {shards.rank}")

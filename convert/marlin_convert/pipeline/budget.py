@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from marlin_convert.arguments import plain
 from marlin_convert.errors import MachineError, UsageError
 from marlin_convert.limits import allow, read_limits
 from marlin_convert.pipeline.expert_job import expert_jobs, most_experts
@@ -53,7 +54,7 @@ def settle(wish: Wish, need: Callable[[int], int]) -> Budget:
     one job fits into the memory given, naming the least that works, and MachineError where that is more than
     there is.
     """
-    limits, least, memory = read_limits(), need(1), wish.memory
+    limits, least, memory = read_limits(), need(1), plain(wish.memory)
     allowed = allow(limits, wish.threads, wish.files)
     threads = allowed.threads.value
     if memory is None:

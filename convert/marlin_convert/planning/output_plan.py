@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from marlin_convert.arguments import refuse_odd
+from marlin_convert.arguments import plain, refuse_odd
 from marlin_convert.checkpoint.source import Source
 from marlin_convert.documents.bounds import LISTED, MAX_PLACED, MAX_STORED, RECORD
 from marlin_convert.documents.expert_map import ExpertMap, read_expert_map
@@ -65,9 +65,9 @@ class Options:
         lists, places = {"layers": layers, "ranks": ranks}, {"expert_map": expert_map}
         refuse_odd(tp=tp, ep=ep, attn_tp=attn_tp, pp=pp, lists=lists, places=places)
         placed = None if expert_map is None else read_expert_map(Path(expert_map))
-        wanted = None if layers is None else tuple(layers)
-        ranked = None if ranks is None else tuple(ranks)
-        return Options(tp, ep, attn_tp, pp, wanted, ranked, layout or DEFAULT_LAYOUT, placed)
+        wanted, ranked = (None if each is None else tuple(map(int, each)) for each in (layers, ranks))
+        whole = int(tp), int(ep), plain(attn_tp), int(pp)
+        return Options(*whole, wanted, ranked, layout or DEFAULT_LAYOUT, placed)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
-from marlin_convert.arguments import refuse_odd
+from marlin_convert.arguments import plain, refuse_odd
 from marlin_convert.checkpoint.header import Header, read_header
 from marlin_convert.documents.manifest import FusedTensor, Manifest, Shard, StoredTensor
 from marlin_convert.documents.rank_manifest import of_stage, read_rank_manifest
@@ -235,7 +235,7 @@ def open_shards(
     Raises OutputError, or UsageError for a rank or a stage that is not there.
     """
     refuse_odd(places={"out": out}, least=0, rank=rank, stage=stage)
-    folder = Path(out)
+    rank, stage, folder = plain(rank), plain(stage), Path(out)
     manifest = manifest or read_rank_manifest(folder, rank, stage)
     manifest = manifest if stage is None else of_stage(manifest, stage)
     if rank is not None and rank not in manifest.ranks:
