@@ -114,6 +114,13 @@ def test_each_byte_is_fetched_once_and_what_follows(
     assert differences(out, tiny_tp2, OWN) == []
 
 
+def test_in_shares(command: Command, published: Published, tiny_tp2: Path, tmp_path: Path) -> None:
+    for share in ("1/2", "0/2"):
+        code, _, err = command("convert", published.uri, tmp_path / "out", "--tp", 2, "--shard", share)
+        assert code == 0, err
+    assert differences(tmp_path / "out", tiny_tp2, OWN) == []
+
+
 def test_from_a_folder_to_a_store(command: Command, published: Published, copied: Path) -> None:
     code, _, err = command("convert", published.uri, copied, "--tp", 2)
     assert (code, "before it was a folder, now it is an object store" in err) == (3, True)
