@@ -122,6 +122,28 @@ def test_only_the_one_that_is_listed_is_read(out: Path, spoil: Callable[[Path], 
     assert shards.shards() == open_shards(out, 1, read_manifest(out)).shards()
 
 
+@pytest.mark.parametrize("key", ["name", "dtype", "shape", "offset"])
+def test_a_tensor_that_is_said_to_lie_elsewhere_is_not_read(out: Path, key: str) -> None:
+    """Every digest fits, and the rank's own manifest says of one tensor what the shard's header does not."""
+    path = "rank-01-of-04/manifest.json"
+
+    def change(document: dict[str, Any]) -> None:
+        stored = document["shards"][0]["tensors"][0]
+        other = {
+            "name": "x",
+            "dtype": "F16",
+            "shape": stored["shape"][::-1],
+            "offset": stored["offset"] + 4096,
+        }
+        stored[key] = other[key]
+
+    assert forged(out, path, change)
+    shards = open_shards(out, 1)
+    assert shards.manifest.ranks == (1,)
+    with pytest.raises(OutputError, match="its header lists other tensors than the manifest"):
+        dict(shards.items())
+
+
 def test_a_rank_that_is_not_there_is_named_with_those_that_are(out: Path) -> None:
     with pytest.raises(UsageError, match="has no rank 5; it has 0, 1, 2, 3"):
         open_shards(out, 5)

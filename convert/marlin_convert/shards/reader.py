@@ -183,6 +183,7 @@ class Shards:
             with machine_errors(f"reading {path}"):
                 header = read_header(str(path), size, partial(read_exactly, descriptor, file=path))
             self._refuse_other(shard, header)
+            self._refuse_other_tensors(shard, header)
         except BaseException as error:
             os.close(descriptor)
             if isinstance(error, SourceError):
@@ -207,6 +208,19 @@ class Shards:
                     f"{self.out / shard.path}: its header says {key} {found}, in this place it must be"
                     f" {expected}; run verify"
                 )
+
+    def _refuse_other_tensors(self, shard: Shard, header: Header) -> None:
+        """Raise OutputError where the file's own header has tensors at other places than the manifest, by
+        which they are read.
+        """
+        said, found = (
+            [(each.name, each.dtype, each.shape, each.offset, each.size) for each in tensors]
+            for tensors in (shard.tensors, header.tensors)
+        )
+        if said != found:
+            raise OutputError(
+                f"{self.out / shard.path}: its header lists other tensors than the manifest; run verify"
+            )
 
     def close(self) -> None:
         """Unmap. Raises BufferError while views are still alive."""
