@@ -65,7 +65,7 @@ def shown(value: object) -> str:
 def _whole(value: object, least: int) -> bool:
     """Whether it is a whole number, of numpy too, that fits in 64 bits with a sign."""
     fits = isinstance(value, Integral) and not isinstance(value, bool)
-    return fits and least <= int(value) < 1 << 63  # type: ignore[call-overload]
+    return fits and least <= int(value) < 1 << 63  # type: ignore[call-overload]  # it has
 
 
 def _is_path(value: object) -> bool:
