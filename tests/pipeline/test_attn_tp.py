@@ -114,7 +114,7 @@ def test_attention_beyond_its_heads(make: Make, tmp_path: Path) -> None:
 def test_another_split_does_not_continue(make: Make, tmp_path: Path) -> None:
     out = tmp_path / "out"
     convert(make().folder, out, tp=4, attn_tp=2)
-    with pytest.raises(UsageError, match=r"attn_tp 2.*now asked for.*attn_tp None"):
+    with pytest.raises(UsageError, match=r"attn_tp 2.*now asked for.*no attn_tp"):
         convert(make().folder, out, tp=4)
     assert convert(make().folder, out, tp=4, attn_tp=2).action == "done"
 

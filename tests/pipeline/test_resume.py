@@ -103,7 +103,7 @@ def test_only_the_attributes_of_a_source_file_changed(target: Target, records: b
         ({"verify": "none"}, "was begun with verify none, now asked for verify exact"),
         ({"tp": 4, "ep": 2}, "was begun with tp 4, ep 2, now asked for tp 2, ep 1"),
         ({"ranks": (0, 2, 3, 4)}, "was begun with ranks 0,2-4, now asked for ranks 0-1"),
-        ({"expert_map": "0" * 32}, "was begun with expert_map 0{32}, now asked for expert_map None"),
+        ({"expert_map": "0" * 32}, "was begun with expert_map 0{32}, now asked for no expert_map"),
         ({"rules": "0" * 32}, "was begun with rules 0{32}, now asked for rules"),
     ],
 )

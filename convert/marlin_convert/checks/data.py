@@ -102,6 +102,9 @@ class DataPass:
         }
         ranks = {rank for rank, _ in held}
         shape = self._kept.model.expert_shape(split.moe_tp)
+        if {name for _, name in held} != {tensor.name for tensor in layout.stacked(shape)}:
+            report.count(unproven=self._part.tensors(unit, split))
+            return  # `check_manifest` has reported it, and the others mean nothing alone
         layer = StoredLayer(unit.layer, prefix, layout, shape, split, split.placed(unit), held, self._digests)
         sound = [self._is_sound(layer, key, report) for key in held]
         if all(sound):

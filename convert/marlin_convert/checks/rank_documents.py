@@ -21,6 +21,7 @@ from marlin_convert.storage.files import read_small
 def check_rank_documents(out: Path, part: Part, split: Split, report: Verification) -> None:
     """Each rank's manifest.json and experts.json that the manifest lists; older folders have none."""
     manifest = part.manifest
+    _require_of_all(manifest, report)
     for path in (file.path for file in manifest.files):
         folder, _, name = path.rpartition("/")
         if name not in ("manifest.json", "experts.json") or "rank-" not in folder:
@@ -37,6 +38,16 @@ def check_rank_documents(out: Path, part: Part, split: Split, report: Verificati
             except OutputError as error:
                 problems = [str(error)]
             report.add(*(Finding(path, problem, rank=shards[0].rank) for problem in problems))
+
+
+def _require_of_all(manifest: Manifest, report: Verification) -> None:
+    """Where the folder of one rank has documents of its own, those of all have both."""
+    listed = {file.path for file in manifest.files}
+    names = ("manifest.json", "experts.json")
+    folders = {shard.folder for shard in manifest.shards if shard.rank is not None}
+    if any(f"{folder}/{name}" in listed for folder in folders for name in names):
+        lost = sorted({f"{folder}/{name}" for folder in folders for name in names} - listed)
+        report.add(*(Finding(path, "is not listed, and those of other ranks are") for path in lost))
 
 
 def _wrong_manifest(path: Path, whole: Manifest, shards: Sequence[Shard], split: Split) -> Iterator[str]:

@@ -258,16 +258,14 @@ def _compare_options(was: str, theirs: JobOptions, ours: JobOptions) -> None:
     pairs = {key: (getattr(theirs, key), getattr(ours, key)) for key in JobOptions.__struct_fields__}
     differences = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
     if differences:
-        found, wanted = (
-            ", ".join(f"{key} {_short(pair[i])}" for key, pair in differences.items()) for i in (0, 1)
-        )
+        found, wanted = (", ".join(_short(key, pair[i]) for key, pair in differences.items()) for i in (0, 1))
         raise UsageError(
             f"{was} with {found}, now asked for {wanted}; use another OUT, or --overwrite to start again"
         )
 
 
-def _short(value: object) -> str:
-    if isinstance(value, tuple):
-        return ranges(value)
-    text = str(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+def _short(key: str, value: object) -> str:
+    if value is None:
+        return f"no {key}"
+    text = ranges(value) if isinstance(value, tuple) else str(value)
+    return f"{key} {text if len(text) <= 40 else text[:37] + '...'}"
