@@ -68,7 +68,7 @@ def test_convert_and_verify_through_faults(
     def fault(request: Request) -> Fault | None:
         if request.number % 3 == 0:
             return Fault(refuse=True)
-        return Fault(cut=20_000, pause=0.001) if request.number % 4 == 0 else None
+        return Fault(cut=150_000, pause=0.001) if request.number % 4 == 0 else None
 
     published.proxy.fault = fault
     code, _, err = command("convert", published.uri, out, "--tp", 2)

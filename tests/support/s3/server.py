@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -21,6 +22,8 @@ START_SECONDS = 120
 #: the parts of a store; what clients talk to is the last
 PARTS = ("account", "container", "object", "proxy")
 KEY, SECRET, REGION = "test:tester", "secret-of-the-tests", "us-east-1"
+#: what has a process ended when the one that started it ends, however that is ended
+ENDED_WITH_US = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
 FILTERS = {
     "catch_errors": "",
     "gatekeeper": "",
@@ -74,7 +77,13 @@ class Store:
         for part in PARTS:
             program = Path(sys.executable).with_name(f"swift-{part}-server")
             with (self.root / f"{part}.log").open("wb") as log:
-                command = [sys.executable, str(program), str(self.root / f"{part}.conf"), "-v"]
+                command = [
+                    *ENDED_WITH_US,
+                    sys.executable,
+                    str(program),
+                    str(self.root / f"{part}.conf"),
+                    "-v",
+                ]
                 self.processes.append(subprocess.Popen(command, stdout=log, stderr=log, cwd=self.root))
         for part in PARTS:
             self._wait(part)
