@@ -86,7 +86,8 @@ def commands() -> list[list[str]]:
 def parse(words: list[str]) -> None:
     """Read a command line as the program does, and do nothing. Raises click.UsageError."""
     command: click.Command | None = cli
-    context = click.Context(cli, info_name="marlin-convert")
+    # with the settings of the program: a command keeps the names of --help that it first saw
+    context = click.Context(cli, info_name="marlin-convert", **cli.context_settings)
     while isinstance(command, click.Group):
         command = command.get_command(context, words[0])
         words = words[1:]
