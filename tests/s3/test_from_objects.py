@@ -91,6 +91,7 @@ def test_convert_and_verify_through_faults(
         assert (code, "exact" in shown) == (0, True), err
 
 
+@pytest.mark.campaign
 def test_each_byte_is_fetched_once_and_what_follows(
     command: Command, published: Published, tiny_tp2: Path, tmp_path: Path
 ) -> None:
@@ -126,6 +127,7 @@ def test_from_a_folder_to_a_store(command: Command, published: Published, copied
     assert (code, "before it was a folder, now it is an object store" in err) == (3, True)
 
 
+@pytest.mark.campaign
 def test_another_content_is_found_by_verify(command: Command, own: Published, tiny_tp2: Path) -> None:
     path = own.weights[1]
     data = bytearray(path.read_bytes())
@@ -170,6 +172,7 @@ def ended_in_the_midst(
     raise AssertionError("nothing came")
 
 
+@pytest.mark.campaign
 def test_killed_it_fetches_what_is_missing(
     command: Command, published: Published, tiny_tp2: Path, tmp_path: Path
 ) -> None:
@@ -190,6 +193,7 @@ def test_killed_it_fetches_what_is_missing(
     assert not (out / ".work").exists()
 
 
+@pytest.mark.campaign
 def test_interrupted_it_stops_and_can_be_replaced(
     command: Command, published: Published, tiny_tp2: Path, tmp_path: Path
 ) -> None:
@@ -202,6 +206,7 @@ def test_interrupted_it_stops_and_can_be_replaced(
     assert not (out / ".work").exists()
 
 
+@pytest.mark.campaign
 def test_written_again_between_two_runs(
     command: Command, own: Published, tiny_tp2: Path, tmp_path: Path
 ) -> None:
@@ -220,6 +225,7 @@ def test_written_again_between_two_runs(
     assert differences(out, tiny_tp2, OWN) == []
 
 
+@pytest.mark.campaign
 def test_written_again_in_the_midst(command: Command, own: Published, tmp_path: Path) -> None:
     out, last, done = tmp_path / "out", own.weights[-1], list[int]()
 
@@ -235,6 +241,7 @@ def test_written_again_in_the_midst(command: Command, own: Published, tmp_path: 
     assert not (out / "manifest.json").exists()
 
 
+@pytest.mark.campaign
 def test_refused_for_good_it_continues_later(
     command: Command, published: Published, tiny_tp2: Path, tmp_path: Path
 ) -> None:
@@ -289,6 +296,7 @@ def test_what_is_not_there(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.campaign
 def test_a_weight_file_that_is_gone(command: Command, own: Published, tmp_path: Path) -> None:
     own.store.client().delete_object(Bucket=own.bucket, Key=f"x/{own.weights[0].name}")
     code, _, err = command("convert", own.uri, tmp_path / "out", "--tp", 2)

@@ -13,7 +13,8 @@ from marlin_convert.storage.objects import Location, Objects, StoredObject
 from s3.proxy import Fault, Proxy, Request
 from s3.server import SECRET, Store
 
-pytestmark = pytest.mark.slow
+#: minutes of requests that are refused, cut and slow; what converts from a store is in test_from_objects
+pytestmark = pytest.mark.campaign
 
 
 @pytest.fixture(autouse=True)
