@@ -136,7 +136,7 @@ def without_times(report: dict[str, Any]) -> dict[str, Any]:
     return {**report, "seconds": 0, "units": units}
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_worker_killed_and_a_node_lost(rig: Rig, long: Checkpoint, long_tp2: Path, tmp_path: Path) -> None:
     """Nothing of it is seen in the folder; and `verify` on the cluster finds what it finds here."""
     out = tmp_path / "out"

@@ -19,7 +19,8 @@ from s3.proxy import Fault, Proxy, Request
 from s3.server import KEY, SECRET
 from s3.setting import OWN, Published
 
-pytestmark = pytest.mark.slow
+#: each process of a run starts a store of its own, which takes long
+pytestmark = pytest.mark.campaign
 
 Command = Callable[..., tuple[int, str, str]]
 #: parts so small that a file of some hundred KB has several
@@ -91,7 +92,6 @@ def test_convert_and_verify_through_faults(
         assert (code, "exact" in shown) == (0, True), err
 
 
-@pytest.mark.campaign
 def test_each_byte_is_fetched_once_and_what_follows(
     command: Command, published: Published, tiny_tp2: Path, tmp_path: Path
 ) -> None:
@@ -127,7 +127,6 @@ def test_from_a_folder_to_a_store(command: Command, published: Published, copied
     assert (code, "before it was a folder, now it is an object store" in err) == (3, True)
 
 
-@pytest.mark.campaign
 def test_another_content_is_found_by_verify(command: Command, own: Published, tiny_tp2: Path) -> None:
     path = own.weights[1]
     data = bytearray(path.read_bytes())
@@ -172,7 +171,6 @@ def ended_in_the_midst(
     raise AssertionError("nothing came")
 
 
-@pytest.mark.campaign
 def test_killed_it_fetches_what_is_missing(
     command: Command, published: Published, tiny_tp2: Path, tmp_path: Path
 ) -> None:
@@ -193,7 +191,6 @@ def test_killed_it_fetches_what_is_missing(
     assert not (out / ".work").exists()
 
 
-@pytest.mark.campaign
 def test_interrupted_it_stops_and_can_be_replaced(
     command: Command, published: Published, tiny_tp2: Path, tmp_path: Path
 ) -> None:
@@ -206,7 +203,6 @@ def test_interrupted_it_stops_and_can_be_replaced(
     assert not (out / ".work").exists()
 
 
-@pytest.mark.campaign
 def test_written_again_between_two_runs(
     command: Command, own: Published, tiny_tp2: Path, tmp_path: Path
 ) -> None:
@@ -225,7 +221,6 @@ def test_written_again_between_two_runs(
     assert differences(out, tiny_tp2, OWN) == []
 
 
-@pytest.mark.campaign
 def test_written_again_in_the_midst(command: Command, own: Published, tmp_path: Path) -> None:
     out, last, done = tmp_path / "out", own.weights[-1], list[int]()
 
@@ -241,7 +236,6 @@ def test_written_again_in_the_midst(command: Command, own: Published, tmp_path: 
     assert not (out / "manifest.json").exists()
 
 
-@pytest.mark.campaign
 def test_refused_for_good_it_continues_later(
     command: Command, published: Published, tiny_tp2: Path, tmp_path: Path
 ) -> None:
@@ -296,7 +290,6 @@ def test_what_is_not_there(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.campaign
 def test_a_weight_file_that_is_gone(command: Command, own: Published, tmp_path: Path) -> None:
     own.store.client().delete_object(Bucket=own.bucket, Key=f"x/{own.weights[0].name}")
     code, _, err = command("convert", own.uri, tmp_path / "out", "--tp", 2)

@@ -240,8 +240,6 @@ class Shard(Struct, frozen=True):
     def __post_init__(self) -> None:
         if len({tensor.name for tensor in self.tensors}) != len(self.tensors):
             raise ValueError(f"{self.path} has a tensor twice")
-        if not all(tensor.shape for tensor in self.stacked):
-            raise ValueError(f"{self.path} has a stacked tensor without a number of experts")
 
     @property
     def folder(self) -> str:
@@ -320,23 +318,7 @@ class Manifest(Sealed, frozen=True, kw_only=True):
         paths = [*(shard.path for shard in self.shards), *(file.path for file in self.files)]
         if len(set(paths)) != len(paths):
             raise ValueError(f"{next(path for path in paths if paths.count(path) > 1)} is listed twice")
-        self._refuse_other_ranks()
         self._refuse_other_slots()
-
-    def _refuse_other_ranks(self) -> None:
-        """Raise ValueError where a rank is not one of the split, or more ranks than there are have the same
-        part of a tensor.
-        """
-        tp = self.parallel.tp
-        if beyond := [rank for rank in self.ranks if rank >= tp]:
-            raise ValueError(f"rank {beyond[0]} of tp {tp}")
-        for shard in self.shards:
-            if shard.rank is not None and shard.rank not in self.ranks:
-                raise ValueError(f"{shard.path} is of rank {shard.rank}, which is not among the ranks")
-        for origin in (origin for unit in self.units for origin in unit.tensors):
-            ranks = self.parallel.slices(origin) * origin.replicas
-            if ranks == 0 or ranks not in (tp, self.parallel.attn_tp):
-                raise ValueError(f"{origin.tensor}: {origin.replicas} ranks cannot share a part of tp {tp}")
 
     def _refuse_other_slots(self) -> None:
         """Raise ValueError where layers have not the slots that `parallel` says."""
